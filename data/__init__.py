@@ -1,0 +1,1 @@
+"""Data: tokenizers, the token-file format, the loader, and one folder with a prepare.py for each data set."""

@@ -1,0 +1,31 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_threads():
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def root():
+    return Path(__file__).resolve().parent.parent
+
+
+def from_transformers(*names):
+    """Classes of transformers on their own PyTorch code, also where the GPU packages they would rather call are installed."""
+    import transformers
+
+    hidden = [name for name in ("fla", "mamba_ssm", "causal_conv1d") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # None: importing them fails, and transformers falls back
+    try:
+        return [getattr(transformers, name) for name in names]
+    finally:
+        for name in hidden:
+            del sys.modules[name]
