@@ -320,7 +320,7 @@ class Attention(Mixer):
 
 
 def append(cache, new, length, segment_ids):
-    """Write `new (B, T, ...)` into `cache (B, S, ...)` behind `length (B,)`; of packed documents only the last one, a new one from 0."""
+    """Write `new (B, T, ...)` into `cache (B, S, ...)` behind `length (B,)`; of packed documents the last one, from 0 if new."""
     T = new.shape[1]
     if segment_ids is None:
         at = length[:, None].long() + torch.arange(T, device=new.device)
@@ -540,7 +540,7 @@ class Model(nn.Module):
         return Output(F.linear(x, weight.to(x.dtype)), None, aux)
 
     def init_state(self, batch, max_len, device=None, dtype=None):
-        """Empty states of all layers for `batch` sequences of at most `max_len` tokens, by default on the weights' device and dtype."""
+        """Empty states of all layers for `batch` sequences of up to `max_len` tokens, by default on the weights' device and dtype."""
         device, dtype = device or self.embedding.weight.device, dtype or self.embedding.weight.dtype
         empty = [
             State(batch, device) if b.mixer is None else b.mixer.init_state(batch, max_len, device, dtype) for b in self.blocks

@@ -391,7 +391,8 @@ def main(argv):
         optimizer.zero_grad(set_to_none=True)
         step, tokens_seen, counted = step + 1, tokens_seen + per_step, counted + per_step
 
-        ending = step == config.max_iters or stop.asked
+        stopping = stop.asked  # read once: a signal that comes later is for the next step
+        ending = step == config.max_iters or stopping
         if step % config.log_interval == 0 or ending:
             loss, bpb = tally.read()  # means over the steps since the last log
             if not math.isfinite(loss):
@@ -433,7 +434,7 @@ def main(argv):
             began = time.perf_counter()
             saved = save(improved)
             spent_evaluating += time.perf_counter() - began
-        if stop.asked and step < config.max_iters:
+        if stopping and step < config.max_iters:
             log.close()
             print(f"\nstopped at step {step}, saved {saved}; continue with:\npython train.py --resume={run}")
             sys.exit(130)

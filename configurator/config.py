@@ -155,7 +155,7 @@ class TrainConfig(ModelConfig):
         if self.lr_decay_iters is not None and self.warmup_iters > self.lr_decay_iters:
             yield (
                 {"warmup_iters", "lr_decay_iters"},
-                f"warmup_iters={self.warmup_iters} is more than lr_decay_iters={self.lr_decay_iters}: use at most that",
+                f"warmup_iters={self.warmup_iters} is more than lr_decay_iters={self.lr_decay_iters}: use at most {self.lr_decay_iters}",
             )
 
 

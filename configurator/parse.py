@@ -114,11 +114,8 @@ def _take_flag(cls: type[Settings], text: str, rest: list[str], found: _Argument
         return
     if known is None:
         found.problems.append(unknown_setting(cls, name))
-    elif name in found.flags:
-        first, second = (_flag(name, given) for given in (found.flags[name], value))
-        found.problems.append(f"setting '{name}' is given twice: {first} and {second}: keep one")
     else:
-        found.flags[name] = value
+        found.flags[name] = value  # of a flag given twice the last counts, so that a script's flags can be overridden
 
 
 def _refused(cls: type[Settings], argument: str) -> str | None:

@@ -9,7 +9,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from .reference import gated_rms_norm, l2_norm, linear_cross_entropy, rms_norm, segment_runs
+from .reference import gated_rms_norm, l2_norm, rms_norm, segment_runs
 
 __all__ = [
     "causal_conv1d",
@@ -215,3 +215,8 @@ def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, scale=None, lon
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+
+
+def linear_cross_entropy(x, weight, labels):
+    """`reference.linear_cross_entropy` with PyTorch's cross-entropy, which keeps one copy of the logits less."""
+    return F.cross_entropy(_wide(F.linear(x, weight.to(x.dtype))), labels, ignore_index=-1, reduction="none")
