@@ -67,6 +67,87 @@ def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, delta):
     return torch.stack(outs, dim=1), state
 
 
+def linear_attention(q, k, v, g=None, *, scale=None, initial_state=None, segment_ids=None):
+    """Linear attention with decay: `S_t = e^{g_t} S_{t-1} + k_t^T v_t`, `o_t = scale q_t S_t`.
+
+    g None (Katharopoulos 2006.16236), `(H,)` constant per head (RetNet 2307.08621, lightning 2501.08313), `(B, T, H)` per token
+    (Mamba-2's SSD 2405.21060, with q = C, k = B, v = dt x, g = dt A), or `(B, T, H, K)` per key channel (GLA 2312.06635); natural
+    log, <= 0. scale defaults to K^-0.5. Returns out `(B, T, H, V)`, state `(B, H, K, V)`.
+    """
+    if g is not None and g.ndim == 1:
+        g = g.expand(v.shape[:3])
+    return _recurrence(q, k, v, g, None, scale, initial_state, segment_ids, delta=False)
+
+
+def linear_attention_step(q, k, v, g=None, *, state, scale=None):
+    """One token or a few of `linear_attention`; `state (B, H, K, V)` is updated in place. Returns out `(B, T, H, V)`."""
+    out, new = linear_attention(q, k, v, g, scale=scale, initial_state=state)
+    state.copy_(new)
+    return out
+
+
+def normalized_linear_attention(q, k, v, *, eps=1e-6, initial_state=None, segment_ids=None):
+    """`o_t = q_t S_t / (q_t z_t + eps)` with `S_t = S_{t-1} + k_t^T v_t`, `z_t = z_{t-1} + k_t^T`; q, k are non-negative features.
+
+    The state `(B, H, K, V + 1)` holds z as its last column. Katharopoulos et al. 2006.16236.
+    """
+    ones = torch.ones_like(v[..., :1])
+    out, state = linear_attention(q, k, torch.cat([v, ones], -1), scale=1.0, initial_state=initial_state, segment_ids=segment_ids)
+    return out[..., :-1] / (out[..., -1:] + eps), state
+
+
+def normalized_linear_attention_step(q, k, v, *, state, eps=1e-6):
+    """One token or a few of `normalized_linear_attention`; `state (B, H, K, V + 1)` is updated in place."""
+    out, new = normalized_linear_attention(q, k, v, eps=eps, initial_state=state)
+    state.copy_(new)
+    return out
+
+
+def linear_attention_parallel(q, k, v, g=None, *, scale=None):
+    """`linear_attention` as one masked T x T product: `O = scale (Q K^T * Gamma) V`, `Gamma_ij = e^{G_i - G_j}`, i >= j."""
+    H, T = v.shape[2], v.shape[1]
+    q, k = _repeat_heads(q, H), _repeat_heads(k, H)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bihk,bjhk->bhij", q, k) * scale if g is None or g.ndim < 4 else _channel_scores(q * scale, k, g)
+    if g is not None and g.ndim < 4:
+        scores = scores * _decay_matrix(g.expand(v.shape[:3]))
+    return torch.einsum("bhij,bjhv->bihv", scores.tril(), v)
+
+
+def delta_rule_parallel(q, k, v, g=None, beta=None, *, scale=None):
+    """`delta_rule` without a loop: `U = (I + stril(diag(beta) K K^T * Gamma))^-1 diag(beta) V`, `O = scale tril(Q K^T * Gamma) U`.
+
+    The WY form with one chunk of length T: it costs T^3, and shows that the rule is linear attention on corrected values.
+    """
+    H, T = v.shape[2], v.shape[1]
+    q, k = _repeat_heads(q, H), _repeat_heads(k, H)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    beta = (torch.ones_like(v[..., 0]) if beta is None else beta).transpose(1, 2)[..., None]  # (B, H, T, 1)
+    if g is not None and g.ndim == 4:
+        kk, qk = _channel_scores(k, k, g), _channel_scores(q * scale, k, g)
+    else:
+        gamma = 1.0 if g is None else _decay_matrix(g)
+        kk, qk = (torch.einsum("bihk,bjhk->bhij", x, k) * gamma for x in (k, q * scale))
+    system = torch.eye(T, dtype=v.dtype, device=v.device) + (beta * kk).tril(-1)
+    u = torch.linalg.solve(system, beta * v.transpose(1, 2))
+    return (qk.tril() @ u).transpose(1, 2)
+
+
+def _decay_matrix(g):
+    """(B, T, H) -> (B, H, T, T): e^{G_i - G_j} on and below the diagonal, 0 above."""
+    G = g.cumsum(1).transpose(1, 2)
+    below = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).tril()
+    return (G[..., :, None] - G[..., None, :]).masked_fill(~below, -torch.inf).exp()
+
+
+def _channel_scores(q, k, g):
+    """(B, H, T, T): sum_c q_ic k_jc e^{G_ic - G_jc} on and below the diagonal, 0 above."""
+    G = g.cumsum(1)
+    below = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).tril()[None, :, :, None, None]
+    decay = (G[:, :, None] - G[:, None]).masked_fill(~below, -torch.inf).exp()  # (B, T, T, H, K)
+    return torch.einsum("bihc,bjhc,bijhc->bhij", q, k, decay)
+
+
 def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, segment_ids=None):
     """(Gated) delta rule: `S_t = e^{g_t} S_{t-1} + k_t^T u_t`, `u_t = beta_t (v_t - k_t e^{g_t} S_{t-1})`, `o_t = scale q_t S_t`.
 
@@ -118,47 +199,101 @@ def causal_conv1d_step(x, weight, bias=None, *, state, activation=None):
     return out
 
 
-def softmax_attention(q, k, v, *, scale=None, past=None, segment_ids=None, dropout_p=0.0):
-    """Causal attention: `o_i = sum_j softmax_j(scale q_i k_j) v_j` over j <= i of the same document, grouped key/value heads.
+def softmax_attention(q, k, v, *, scale=None, window=None, keep_first=0, sinks=None, past=None, segment_ids=None, dropout_p=0.0):
+    """Causal attention: `o_i = sum_j p_ij v_j`, `p_ij = e^{s_ij} / (e^{b_h} + sum_j e^{s_ij})`, `s_ij = scale q_i k_j`.
 
-    q `(B, T, H, D)`, k, v `(B, T, Hk, D)`. `past = (k, v, length)`: keys and values `(B, S, Hk, D)` of earlier tokens of the
-    first document, of which row b holds `length[b]` (in order). Returns out `(B, T, H, D)`; its state is the keys and values
-    themselves, which the caller keeps. Vaswani et al. 1706.03762.
+    q `(B, T, H, D)`, k, v `(B, T, Hk, D)`. j runs over the document up to i; with `window` w over 0 <= i - j < w (w counts the
+    token itself), and over the document's first `keep_first` tokens too (StreamingLLM 2309.17453). `sinks (H,)` are learned
+    logits b_h that take attention and give nothing (GPT-OSS); without them e^{b_h} is 0.
+    `past = (k, v, positions, length)`: keys and values `(B, S, Hk, D)` of earlier tokens of the row's first document, in any order,
+    at document positions `(B, S)` (-1: empty slot), and the document's length so far `(B,)`.
+    Returns out `(B, T, H, D)`; its state is the keys and values themselves, which the caller keeps. Vaswani et al. 1706.03762.
     """
     if dropout_p:
         raise ValueError("reference.softmax_attention has no dropout: the definition is deterministic")
     B, T, H, D = q.shape
     scale = D**-0.5 if scale is None else scale
-    k, v = _repeat_heads(k, H), _repeat_heads(v, H)
-    run, valid = (None, None) if segment_ids is None else segment_runs(segment_ids)
+    ids = torch.ones(B, T, dtype=torch.int32, device=q.device) if segment_ids is None else segment_ids
+    run, valid = segment_runs(ids)
+    position = document_positions(ids, None if past is None else past[3])
     out = torch.zeros_like(q)
     for b in range(B):
         for t in range(T):
-            if valid is not None and not valid[b, t]:
+            if not valid[b, t]:
                 continue
-            seen = torch.arange(t + 1, device=q.device)
-            if run is not None:
-                seen = seen[run[b, : t + 1] == run[b, t]]
-            keys, values = k[b, seen], v[b, seen]  # (n, H, D)
-            if past is not None and (run is None or run[b, t] == 0):
-                n = int(past[2][b])
-                keys = torch.cat([_repeat_heads(past[0][b : b + 1, :n], H)[0], keys])
-                values = torch.cat([_repeat_heads(past[1][b : b + 1, :n], H)[0], values])
-            p = (scale * torch.einsum("hd,nhd->hn", q[b, t], keys)).softmax(-1)
+            mine = run[b, : t + 1] == run[b, t]
+            keys, values, at = k[b, : t + 1][mine], v[b, : t + 1][mine], position[b, : t + 1][mine]  # (n, Hk, D), (n,)
+            if past is not None and run[b, t] == 0:
+                there = past[2][b] >= 0
+                keys, values = torch.cat([past[0][b][there].to(k.dtype), keys]), torch.cat([past[1][b][there].to(v.dtype), values])
+                at = torch.cat([past[2][b][there], at])
+            if window is not None:
+                near = (position[b, t] - at < window) | (at < keep_first)
+                keys, values = keys[near], values[near]
+            keys, values = (_repeat_heads(x[None], H)[0] for x in (keys, values))
+            scores = scale * torch.einsum("hd,nhd->hn", q[b, t], keys)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None].to(scores.dtype)], dim=1)
+            p = scores.softmax(-1)[:, : len(keys)]
             out[b, t] = torch.einsum("hn,nhd->hd", p, values)
     return out
 
 
-def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, scale=None, longest=None):
+def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, longest=None, **options):
     """One token or a few: write k, v at `length[b]` of the caches `(B, S, Hk, D)`, then attend to all written so far.
 
     `length (B,)` is read, not advanced. `longest` (host int) bounds length + T, so that no more of the cache is read.
     """
+    S = k_cache.shape[1]
+    positions = torch.arange(S, device=q.device).expand(q.shape[0], S)
+    positions = torch.where(positions < length[:, None], positions, -1)
+    out = softmax_attention(q, k, v, past=(k_cache, v_cache, positions, length), **options)
     for b in range(q.shape[0]):
         n = int(length[b])
         k_cache[b, n : n + q.shape[1]] = k[b]
         v_cache[b, n : n + q.shape[1]] = v[b]
-    return softmax_attention(q, k, v, scale=scale, past=(k_cache, v_cache, length))
+    return out
+
+
+def indexer_scores(q, k, w):
+    """DeepSeek's lightning indexer: `I_ts = sum_j w_tj relu(q_tj k_s / sqrt(d))`, one key head for all index heads.
+
+    q `(B, T, J, d)`, k `(B, S, d)`, w `(B, T, J)` signed. Returns `(B, T, S)` in fp32 or wider. DeepSeek-V3.2, 2512.02556.
+    """
+    q, k, w = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, w))
+    out = []
+    for t in range(q.shape[1]):
+        z = torch.einsum("bjd,bsd->bjs", q[:, t], k) * q.shape[-1] ** -0.5
+        out.append(torch.einsum("bj,bjs->bs", w[:, t], z.relu()))
+    return torch.stack(out, dim=1)
+
+
+def select_top_k(scores, distance, top_k, local=0):
+    """Which keys each query may read: the `local` nearest, then the highest scores, `top_k` in all; of equals the nearer.
+
+    scores `(B, T, S)`; distance `(B, T, S)` int, i - j in the document, negative where the key is not to be seen at all.
+    Returns bool `(B, T, S)`; fewer than top_k where fewer can be seen.
+    """
+    selected = torch.zeros_like(distance, dtype=torch.bool)
+    for b in range(scores.shape[0]):
+        for t in range(scores.shape[1]):
+            seen = (distance[b, t] >= 0).nonzero()[:, 0].tolist()
+            near = {s: int(distance[b, t, s]) for s in seen}
+            ranked = sorted(seen, key=lambda s: (near[s] >= local, 0.0 if near[s] < local else -scores[b, t, s].item(), near[s]))
+            selected[b, t, ranked[:top_k]] = True
+    return selected
+
+
+def selected_attention(q, k, v, selected, *, scale=None):
+    """Softmax attention over the selected keys only, one selection for all heads; 0 where nothing is selected.
+
+    q `(B, T, H, D)`, k, v `(B, S, Hk, D)`, selected `(B, T, S)` bool. Returns `(B, T, H, D)`.
+    """
+    H, scale = q.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = _repeat_heads(k, H), _repeat_heads(v, H)
+    scores = scale * torch.einsum("bthd,bshd->bhts", q, k)
+    p = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhts,bshd->bthd", p, v)
 
 
 def rms_norm(x, weight, eps=1e-6, *, unit_offset=False):
@@ -168,11 +303,24 @@ def rms_norm(x, weight, eps=1e-6, *, unit_offset=False):
     return (h * (weight.to(h.dtype) + 1.0 if unit_offset else weight.to(h.dtype))).to(x.dtype)
 
 
-def gated_rms_norm(x, z, weight, eps=1e-6, *, activation="silu"):
-    """`RMSNorm(x) * w * act(z)` over the last dimension: normalised first, then gated, in fp32 or wider, cast back to x's dtype."""
+def layer_norm(x, weight, bias=None, eps=1e-5):
+    """`(x - mean) / sqrt(var + eps) * w + b`; in fp32 or wider, cast back. Ba et al. 1607.06450."""
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    h = h - h.mean(-1, keepdim=True)
+    h = h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(h.dtype)
+    return (h if bias is None else h + bias.to(h.dtype)).to(x.dtype)
+
+
+def gated_rms_norm(x, z, weight, eps=1e-6, *, activation="silu", gate_first=False):
+    """`RMSNorm(x) * w * act(z)` over the last dimension, or `RMSNorm(x * act(z)) * w` with `gate_first` (Mamba-2).
+
+    In fp32 or wider, cast back to x's dtype. activation "silu" or "sigmoid"; the weight broadcasts over leading dimensions.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](z.to(wide))
-    return (rms_norm(x.to(wide), weight, eps) * gate).to(x.dtype)
+    h = x.to(wide) * gate if gate_first else x.to(wide)
+    h = rms_norm(h, weight, eps)
+    return (h if gate_first else h * gate).to(x.dtype)
 
 
 def l2_norm(x, eps=1e-6):
