@@ -8,6 +8,8 @@ import difflib
 import inspect
 import json
 import math
+import runpy
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -88,6 +90,10 @@ class ModelState:
     def length(self):
         return self.layers[0].length
 
+    @property
+    def longest(self):
+        return self.layers[0].longest
+
     def fork(self, n):
         return ModelState([s.fork(n) for s in self.layers])
 
@@ -139,8 +145,46 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
 
+class LayerNorm(nn.Module):
+    """`kernels.layer_norm` with its weight and bias."""
+
+    def __init__(self, dim, eps, bias=True):
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, x):
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
 def make_norm(config, dim):
+    if config.norm == "layernorm":
+        return LayerNorm(dim, config.norm_eps, config.bias)
     return RMSNorm(dim, config.norm_eps, unit_offset=config.norm == "rmsnorm1p")
+
+
+def activate(x, name):
+    return {"silu": F.silu, "sigmoid": torch.sigmoid}[name](x)
+
+
+def zeros_wide(*shape, device, dtype):
+    """An empty recurrent state: fp32, whatever the caches are in (fp64 for fp64)."""
+    return torch.zeros(shape, device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+
+
+def init_conv(weight, bias=None):
+    """PyTorch's default for a depthwise convolution: uniform within 1 / sqrt(width)."""
+    for p in (weight, bias):
+        if p is not None:
+            nn.init.uniform_(p, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+
+
+@torch.no_grad()
+def init_decay(A_log, dt_bias, dt_min=1e-3, dt_max=0.1):
+    """Mamba's gates: A ~ U(1, 16), softplus(dt_bias) log-uniform in [dt_min, dt_max], so that memories start at 1 to 1000 tokens."""
+    A_log.uniform_(1, 16).log_()
+    dt = torch.empty_like(dt_bias).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
 def rotary(x, positions, theta, dim):
@@ -155,11 +199,11 @@ def rotary(x, positions, theta, dim):
     return torch.cat([(x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), x[..., dim:]], dim=-1)
 
 
-def recur(op, *args, state, segment_ids, **options):
+def recur(op, *args, state, segment_ids, per_token=1, **options):
     """Run the sequence operator `op`, or for one token its step twin, keeping `state` (a tensor or None) up to date in place."""
     if state is None:
         return getattr(kernels, op)(*args, segment_ids=segment_ids, **options)[0]
-    if args[0].shape[1] == 1 and segment_ids is None:
+    if args[0].shape[1] == per_token and segment_ids is None:
         return getattr(kernels, f"{op}_step")(*args, state=state, **options)
     out, new = getattr(kernels, op)(*args, initial_state=state, segment_ids=segment_ids, **options)
     state.copy_(new)
@@ -172,12 +216,11 @@ def recur(op, *args, state, segment_ids, **options):
 MIXERS = {}
 
 
-def mixer(name):
-    """Class decorator: make a `Mixer` available under `name` in the layer pattern."""
+def mixer(name, **preset):
+    """Class decorator: make a `Mixer` available under `name` in the layer pattern, with other defaults for some of its options."""
 
     def register(cls):
-        MIXERS[name] = cls
-        cls.name = name
+        MIXERS[name] = cls, preset
         return cls
 
     return register
@@ -191,7 +234,6 @@ class Mixer(nn.Module):
     `flops`. Keyword-only arguments of `__init__` are its options in the layer pattern, checked against their annotations.
     """
 
-    name: str
     operators: tuple = ()
     no_decay: tuple = ()
 
@@ -211,6 +253,7 @@ class Mixer(nn.Module):
         return y
 
     def mix(self, x, *, segment_ids, positions, state, aux):
+        """What a subclass defines: the mixing itself."""
         raise TypeError(f"{type(self).__name__} must define mix(x, *, segment_ids, positions, state, aux)")
 
     def init_state(self, batch, max_len, device=None, dtype=None):
@@ -242,15 +285,19 @@ def default_positions(x, segment_ids, state):
 
 
 @mixer("attn")
+@mixer("swa", window=512)
 class Attention(Mixer):
     """Causal softmax attention with grouped key/value heads, QK-norm, RoPE on all, part or none of each head, an output gate.
 
         q, k, v = x W_q, x W_k, x W_v;  q, k <- rope(norm(q)), rope(norm(k));  y = (attention(q, k, v) * sigmoid(x W_g)) W_o
 
-    The gate (Qwen3-Next, 2505.06708) is optional. `rope=partial` rotates the first `rope_fraction` of each head.
+    `swa` is the same with a window: token i reads j with 0 <= i - j < window, and the document's first `keep_first` tokens. `sinks`
+    adds a learned logit per head that takes attention and gives nothing (GPT-OSS); `gate` is Qwen3-Next's (2505.06708).
+    `rope=partial` rotates the first `rope_fraction` of each head.
     """
 
     operators = ("softmax_attention",)
+    no_decay = ("sinks",)
 
     def __init__(
         self,
@@ -265,24 +312,29 @@ class Attention(Mixer):
         rope_theta: Annotated[float, Field(gt=0)] | None = None,
         qk_norm: bool = True,
         gate: bool = False,
+        window: Positive | None = None,
+        keep_first: Annotated[int, Field(ge=0)] = 0,
+        sinks: bool = False,
     ):
         super().__init__()
         self.H = n_head or config.n_head
         self.Hk = n_kv_head or (config.n_kv_head if n_head is None else None) or self.H
         self.D = head_dim or config.head_dim or config.n_embd // self.H
         if self.H % self.Hk:
-            raise ConfigError(f"{self.name}: n_head={self.H} is not a multiple of n_kv_head={self.Hk}")
+            raise ConfigError(f"n_head={self.H} is not a multiple of n_kv_head={self.Hk}")
         self.rope_dim = {"full": self.D, "partial": int(self.D * rope_fraction), "none": 0}[rope]
         if self.rope_dim % 2 or (rope == "partial" and not self.rope_dim):
-            raise ConfigError(
-                f"{self.name}: RoPE turns pairs of channels, {self.rope_dim} of head_dim={self.D} is not even and positive"
-            )
+            raise ConfigError(f"RoPE turns pairs of channels: {self.rope_dim} of head_dim={self.D} is not even and positive")
+        if keep_first and window is None:
+            raise ConfigError(f"keep_first={keep_first} has no effect without a window")
         self.theta, self.dropout = rope_theta or config.rope_theta, config.dropout
         rows = [self.H * self.D, self.Hk * self.D, self.Hk * self.D, self.H * self.D]  # q, k, v, gate
         self.split = rows if gate else rows[:3]
         self.qkv_proj = nn.Linear(config.n_embd, sum(self.split), bias=config.bias)
         self.out_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.bias)
         self.q_norm, self.k_norm = (make_norm(config, self.D) if qk_norm else nn.Identity() for _ in range(2))
+        self.sinks = nn.Parameter(torch.zeros(self.H)) if sinks else None
+        self.window, self.keep_first = window, keep_first
 
     def mix(self, x, *, segment_ids, positions, state, aux):
         B, T, _ = x.shape
@@ -291,58 +343,250 @@ class Attention(Mixer):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_dim:
             q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
-        y = self.attend(q, k, v, segment_ids, state).reshape(B, T, -1)
+        y = self.attend(x, q, k, v, positions, segment_ids, state).reshape(B, T, -1)
         return self.out_proj(y * gate[0].sigmoid() if gate else y)
 
-    def attend(self, q, k, v, segment_ids, state):
-        T = q.shape[1]
+    def attend(self, x, q, k, v, positions, segment_ids, state):
+        options = {"window": self.window, "keep_first": self.keep_first, "sinks": self.sinks}
         if state is None:
-            return kernels.softmax_attention(q, k, v, segment_ids=segment_ids, dropout_p=self.dropout if self.training else 0.0)
-        if state.longest + T > state.k.shape[1]:
-            raise ValueError(f"the state holds at most {state.k.shape[1]} tokens, {state.longest} + {T} were asked of it")
-        if T == 1 and segment_ids is None:
-            return kernels.softmax_attention_step(
-                q, k, v, k_cache=state.k, v_cache=state.v, length=state.length, longest=state.longest + 1
-            )
-        past = (state.k[:, : state.longest], state.v[:, : state.longest], state.length) if state.longest else None
-        y = kernels.softmax_attention(q, k, v, past=past, segment_ids=segment_ids)
-        for cache, new in ((state.k, k), (state.v, v)):
-            append(cache, new, state.length, segment_ids)
+            dropout_p = self.dropout if self.training else 0.0
+            return kernels.softmax_attention(q, k, v, segment_ids=segment_ids, dropout_p=dropout_p, **options)
+        self.reserve(state, x.shape[1])
+        if x.shape[1] == 1 and segment_ids is None:
+            caches = {"k_cache": state.k, "v_cache": state.v, "length": state.length, "longest": state.longest + 1}
+            return kernels.softmax_attention_step(q, k, v, **caches, **options)
+        past = self.past(state, "k", "v")
+        y = kernels.softmax_attention(q, k, v, past=past, segment_ids=segment_ids, **options)
+        self.append(state, segment_ids, k=k, v=v)
         return y
 
     def init_state(self, batch, max_len, device=None, dtype=None):
-        shape = (batch, max_len, self.Hk, self.D)
-        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        slots = max_len if self.window is None else min(max_len, self.keep_first + self.window)
+        k, v = (torch.zeros(batch, slots, self.Hk, self.D, device=device, dtype=dtype) for _ in range(2))
         return State(batch, device, k=k, v=v)
 
+    def reserve(self, state, T):
+        if self.window is None and state.longest + T > state.k.shape[1]:
+            raise ValueError(f"the state holds at most {state.k.shape[1]} tokens, {state.longest} + {T} were asked of it")
+
+    def past(self, state, *names):
+        """What the operators take as `past`: the filled part of the caches, the position in each slot, and the length."""
+        if not state.longest:
+            return None
+        size = state.k.shape[1]
+        positions = kernels.cache_positions(state.length, size, self.keep_first)
+        return *(state.tensors[n][:, : state.longest] for n in names), positions[:, : state.longest], state.length
+
+    def append(self, state, segment_ids, **new):
+        """Write the tokens that later ones may read into their slots: of packed documents the last one's, of a window its own."""
+        B, T = next(iter(new.values())).shape[:2]
+        size = state.k.shape[1]
+        ids = torch.ones(B, T, dtype=torch.int32, device=state.length.device) if segment_ids is None else segment_ids
+        run, valid = kernels.segment_runs(ids)
+        position = kernels.document_positions(ids, state.length)
+        kept = (run == run[:, -1:]) & valid
+        end = torch.where(kept, position + 1, 0).amax(1, keepdim=True)  # later tokens replace those a ring's length before them
+        kept &= (position >= end - (size - self.keep_first)) | (position < self.keep_first)
+        rows, columns = torch.nonzero(kept, as_tuple=True)
+        slots = kernels.cache_slots(position, size, self.keep_first)[rows, columns]
+        for name, x in new.items():
+            state.tensors[name][rows, slots] = x[rows, columns].to(state.tensors[name].dtype)
+
     def flops(self, T):
-        return 2 * T * self.H * self.D  # 4 T D per head for scores and values, the causal half
+        """4 D per head and pair for scores and values, over the pairs that are seen."""
+        w = T if self.window is None else min(T, self.window + self.keep_first)
+        return 4 * self.H * self.D * (w * (T - w) + w * (w + 1) / 2) / T
 
 
-def append(cache, new, length, segment_ids):
-    """Write `new (B, T, ...)` into `cache (B, S, ...)` behind `length (B,)`; of packed documents the last one, from 0 if new."""
-    T = new.shape[1]
-    if segment_ids is None:
-        at = length[:, None].long() + torch.arange(T, device=new.device)
-        cache.scatter_(1, at[..., None, None].expand_as(new), new.to(cache.dtype))
-        return
-    run, valid = kernels.segment_runs(segment_ids)
-    rows, columns = torch.nonzero((run == run[:, -1:]) & valid, as_tuple=True)
-    at = kernels.document_positions(segment_ids, length)
-    cache[rows, at[rows, columns]] = new[rows, columns].to(cache.dtype)
+@mixer("dsa")
+class SparseAttention(Attention):
+    """DeepSeek sparse attention (2512.02556) over grouped-query attention: an indexer ranks the keys, each query reads the best.
 
+        I_ts = sum_j w_tj relu(q^I_tj k^I_s / sqrt(index_dim));  q^I = x W_q, k^I = layernorm(x W_k), w = x W_w / sqrt(index_heads)
 
-@mixer("gdn")
-class GatedDeltaNet(Mixer):
-    """Gated DeltaNet (2412.06464), as in Qwen3-Next: a matrix state that decays, is corrected by the delta rule, and is read.
-
-        q, k, v = silu(conv(x W_qkv));  q, k <- q / |q|, k / |k|;  beta = sigmoid(x W_b);  g = -exp(A_log) softplus(x W_a + dt_bias)
-        S_t = e^{g_t} S_{t-1} + k_t^T beta_t (v_t - k_t e^{g_t} S_{t-1});  o_t = q_t S_t / sqrt(K);  y = (norm(o) * silu(x W_z)) W_o
-
-    `n_head` value heads share `n_key_head` key heads in groups; `neg_eigval` doubles beta, so that a state can flip sign.
+    Each query reads its `local` nearest keys and the highest-scored others, `top_k` in all, one set for all heads. `mode=dense`
+    reads all keys: for the training that comes before the indexer is of use. The indexer's input is detached, so that the
+    language-model loss does not reach it. Half of its channels are rotated unless `rope=none`.
     """
 
-    operators = ("causal_conv1d", "delta_rule", "gated_rms_norm", "l2_norm")
+    operators = ("sparse_attention",)
+
+    def __init__(
+        self,
+        config,
+        layer,
+        *,
+        n_head: Positive | None = None,
+        n_kv_head: Positive | None = None,
+        head_dim: Positive | None = None,
+        rope: Literal["full", "partial", "none"] = "full",
+        rope_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25,
+        rope_theta: Annotated[float, Field(gt=0)] | None = None,
+        qk_norm: bool = True,
+        gate: bool = False,
+        top_k: Positive = 256,
+        local: Annotated[int, Field(ge=0)] = 16,
+        mode: Literal["sparse", "dense"] = "sparse",
+        index_heads: Positive = 8,
+        index_dim: Annotated[int, Field(ge=4, multiple_of=4)] = 32,
+    ):
+        shared = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, qk_norm=qk_norm, gate=gate)
+        super().__init__(config, layer, rope=rope, rope_fraction=rope_fraction, rope_theta=rope_theta, **shared)
+        if local > top_k:
+            raise ConfigError(f"local={local} is more than top_k={top_k}, which counts it: use at most {top_k}")
+        self.top_k, self.local, self.mode, self.J, self.d = top_k, local, mode, index_heads, index_dim
+        self.index_rope_dim = 0 if rope == "none" else index_dim // 2
+        self.index_q_proj = nn.Linear(config.n_embd, index_heads * index_dim, bias=False)
+        self.index_k_proj = nn.Linear(config.n_embd, index_dim, bias=False)
+        self.index_k_norm = LayerNorm(index_dim, 1e-6)
+        self.index_w_proj = nn.Linear(config.n_embd, index_heads, bias=False)
+
+    def index(self, x, positions):
+        """The indexer's queries `(B, T, J, d)`, keys `(B, T, d)` and weights `(B, T, J)`."""
+        x = x.detach()
+        q = self.index_q_proj(x).unflatten(-1, (self.J, self.d))
+        k = self.index_k_norm(self.index_k_proj(x))[:, :, None]
+        if self.index_rope_dim:
+            q, k = (rotary(u, positions, self.theta, self.index_rope_dim) for u in (q, k))
+        return q, k[:, :, 0], wide(self.index_w_proj(x)) * self.J**-0.5
+
+    def attend(self, x, q, k, v, positions, segment_ids, state):
+        if self.mode == "dense" and state is None:
+            return kernels.softmax_attention(q, k, v, segment_ids=segment_ids)
+        index, options = self.index(x, positions), {"top_k": self.top_k, "local": self.local}
+        if self.mode == "dense":
+            options["top_k"] = state.k.shape[1] + x.shape[1]
+        if state is None:
+            return kernels.sparse_attention(q, k, v, *index, segment_ids=segment_ids, **options)
+        self.reserve(state, x.shape[1])
+        if x.shape[1] == 1 and segment_ids is None:
+            caches = {"k_cache": state.k, "v_cache": state.v, "index_cache": state.index_k}
+            return kernels.sparse_attention_step(
+                q, k, v, *index, **caches, length=state.length, longest=state.longest + 1, **options
+            )
+        past = self.past(state, "k", "v", "index_k")
+        y = kernels.sparse_attention(q, k, v, *index, past=past, segment_ids=segment_ids, **options)
+        self.append(state, segment_ids, k=k, v=v, index_k=index[1])
+        return y
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        state = super().init_state(batch, max_len, device, dtype)
+        state.tensors["index_k"] = torch.zeros(batch, max_len, self.d, device=device, dtype=dtype)
+        return state
+
+    def flops(self, T):
+        k = min(T, self.top_k) if self.mode == "sparse" else T
+        reads = 4 * self.H * self.D * (k * (T - k) + k * (k + 1) / 2) / T
+        return reads + (T * self.J * self.d if self.mode == "sparse" else 0)  # the indexer scores every pair
+
+
+FEATURE_MAPS = {"elu1": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu, "identity": lambda x: x}
+
+
+@mixer("linear")
+@mixer("retnet", feature_map="identity", normalize=False, decay="retnet", rope=True, gate="silu", expand_v=2)
+@mixer("lightning", feature_map="silu", value_map="silu", normalize=False, decay="lightning", norm="all", gate="sigmoid", scale=1)
+class LinearAttention(Mixer):
+    """Linear attention: `S_t = e^g S_{t-1} + f(k_t)^T v_t`, `o_t = scale f(q_t) S_t`, its scale kept in check in one of two ways.
+
+    `normalize` divides by f(q_t) z_t, z the running sum of f(k) (Katharopoulos 2006.16236); otherwise each head's output is
+    RMS-normalised (`norm=head`), or all heads' together (`norm=all`). `decay` is a constant per head: none, RetNet's 1 - 2^(-5-h)
+    (2307.08621, with rotary q and k and a swish gate), or lightning's e^-slope, which forgets less in later layers (2501.08313).
+    `feature_map` f applies to q and k, `value_map` to v.
+    """
+
+    operators = ("linear_attention",)
+
+    def __init__(
+        self,
+        config,
+        layer,
+        *,
+        n_head: Positive | None = None,
+        head_dim: Positive | None = None,
+        expand_v: Positive = 1,
+        feature_map: Literal["elu1", "relu", "silu", "identity"] = "elu1",
+        value_map: Literal["silu", "identity"] = "identity",
+        normalize: bool = True,
+        decay: Literal["none", "retnet", "lightning"] = "none",
+        rope: bool = False,
+        norm: Literal["head", "all"] = "head",
+        gate: Literal["none", "silu", "sigmoid"] = "none",
+        scale: Annotated[float, Field(gt=0)] | None = None,
+    ):
+        super().__init__()
+        self.H = n_head or config.n_head
+        self.K = head_dim or config.head_dim or config.n_embd // self.H
+        self.V, self.normalize, self.scale, self.eps = expand_v * self.K, normalize, scale, config.norm_eps
+        self.f, self.f_v = FEATURE_MAPS[feature_map], FEATURE_MAPS[value_map]
+        if normalize and feature_map in ("silu", "identity"):
+            raise ConfigError(
+                f"normalize divides by a sum of features, which {feature_map} lets be 0: use elu1 or relu, or normalize=false"
+            )
+        if normalize and decay != "none":
+            raise ConfigError(f"decay={decay} goes with normalize=false: the published forms normalise the output instead")
+        if rope and self.K % 2:
+            raise ConfigError(f"RoPE turns pairs of channels: head_dim={self.K} is not even")
+        self.theta, self.rope_dim = config.rope_theta, self.K if rope else 0
+        if normalize:
+            self.operators = ("normalized_linear_attention",)
+        keys, values = self.H * self.K, self.H * self.V
+        self.split = [keys, keys, values, values] if gate != "none" else [keys, keys, values]  # q, k, v, gate
+        self.in_proj = nn.Linear(config.n_embd, sum(self.split), bias=config.bias)
+        self.out_proj = nn.Linear(values, config.n_embd, bias=config.bias)
+        self.norm = None if normalize else RMSNorm(self.V if norm == "head" else values, config.norm_eps)
+        self.norm_all, self.gate = norm == "all", gate
+        h = torch.arange(self.H, dtype=torch.float64)
+        g = {
+            "none": None,
+            "retnet": torch.log1p(-(2.0 ** (-5 - h))),
+            "lightning": -(2.0 ** (-8 * (h + 1) / self.H)) * (1 - layer / (config.n_layer - 1 + 1e-5) + 1e-5),
+        }[decay]
+        self.register_buffer("g", None if g is None else g.float(), persistent=False)
+
+    def mix(self, x, *, segment_ids, positions, state, aux):
+        B, T, _ = x.shape
+        q, k, v, *gate = self.in_proj(x).split(self.split, dim=-1)
+        q, k, v = q.view(B, T, self.H, self.K), k.view(B, T, self.H, self.K), self.f_v(v.view(B, T, self.H, self.V))
+        if self.rope_dim:
+            q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
+        q, k = self.f(q), self.f(k)
+        context = {"state": None if state is None else state.recurrent, "segment_ids": segment_ids}
+        if self.normalize:
+            o = recur("normalized_linear_attention", q, k, v, **context).flatten(-2)
+            return self.out_proj(o * activate(gate[0], self.gate) if gate else o)
+        o = recur("linear_attention", q, k, v, self.g, scale=self.scale, **context)
+        o = o.flatten(-2) if self.norm_all else o
+        if gate:
+            o = kernels.gated_rms_norm(o, gate[0].view(o.shape), self.norm.weight, self.eps, activation=self.gate)
+        else:
+            o = self.norm(o)
+        return self.out_proj(o.reshape(B, T, -1))
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        return State(
+            batch, device, recurrent=zeros_wide(batch, self.H, self.K, self.V + self.normalize, device=device, dtype=dtype)
+        )
+
+    def flops(self, T, chunk=64):
+        return self.H * (4 * self.K * self.V + 2 * chunk * (self.K + self.V))
+
+
+@mixer("deltanet", decay="none", gate="none")
+@mixer("gdn")
+@mixer("kda", decay="channel", gate="sigmoid", low_rank=True)
+class DeltaRule(Mixer):
+    """DeltaNet (2406.06484), Gated DeltaNet (2412.06464, as in Qwen3-Next) and Kimi Delta Attention (2510.26692).
+
+        q, k, v = silu(conv(x W));  q, k <- q / |q|, k / |k|;  beta = sigmoid(x W_b);  g = -exp(A_log) softplus(f(x) + dt_bias)
+        S_t = e^{g_t} S_{t-1} + k_t^T beta_t (v_t - k_t e^{g_t} S_{t-1});  o_t = q_t S_t / sqrt(K);  y = (norm(o) * act(z)) W_o
+
+    `decay`: none (deltanet), per head and token (gdn), per key channel too (kda). `n_head` value heads share `n_key_head` key heads
+    in groups. `neg_eigval` doubles beta, so that a state can flip sign (2411.12537). `steps` writes several key/value pairs per
+    token (DeltaProduct, 2502.10297). `low_rank` computes decay and gate through `head_dim` channels. `conv=0` leaves it out.
+    """
+
+    operators = ("causal_conv1d", "delta_rule")
     no_decay = ("conv_weight", "A_log", "dt_bias")
 
     def __init__(
@@ -354,8 +598,12 @@ class GatedDeltaNet(Mixer):
         n_key_head: Positive | None = None,
         head_dim: Positive | None = None,
         value_head_dim: Positive | None = None,
-        conv: Annotated[int, Field(ge=2)] = 4,
+        conv: Annotated[int, Field(ge=0)] = 4,
+        decay: Literal["none", "head", "channel"] = "head",
+        gate: Literal["none", "silu", "sigmoid"] = "silu",
+        low_rank: bool = False,
         neg_eigval: bool = False,
+        steps: Positive = 1,
     ):
         super().__init__()
         self.H = n_head or config.n_head
@@ -363,47 +611,166 @@ class GatedDeltaNet(Mixer):
         self.K = head_dim or config.head_dim or config.n_embd // self.H
         self.V = value_head_dim or self.K
         if self.H % self.Hk:
-            raise ConfigError(f"gdn: n_head={self.H} value heads are not a multiple of n_key_head={self.Hk}")
-        self.beta_max, self.eps = 2.0 if neg_eigval else 1.0, config.norm_eps
+            raise ConfigError(f"n_head={self.H} value heads are not a multiple of n_key_head={self.Hk}")
+        if conv == 1:
+            raise ConfigError("conv=1 sees the current token only: use at least 2, or 0 for no convolution")
+        if low_rank and decay == "head":
+            raise ConfigError("low_rank=true goes with decay=channel or none: a decay per head is as small as it can be")
+        self.beta_max, self.eps, self.steps = 2.0 if neg_eigval else 1.0, config.norm_eps, steps
+        self.decay, self.gate, self.low_rank = decay, gate, low_rank
         keys, values = self.Hk * self.K, self.H * self.V
-        self.split = [keys, keys, values]
-        self.qkvz_proj = nn.Linear(config.n_embd, 2 * keys + 2 * values, bias=config.bias)
-        self.ba_proj = nn.Linear(config.n_embd, 2 * self.H, bias=config.bias)
-        self.conv_weight = nn.Parameter(torch.empty(2 * keys + values, conv))
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(self.H)), nn.Parameter(torch.empty(self.H))
+        self.split = [keys, steps * keys, steps * values]  # q, k, v
+        full_gate = gate != "none" and not low_rank
+        self.in_proj = nn.Linear(config.n_embd, sum(self.split) + (values if full_gate else 0), bias=config.bias)
+        self.ba_proj = nn.Linear(config.n_embd, self.H * (steps + (decay == "head")), bias=config.bias)  # beta, decay
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.split), conv)) if conv else None
+        decays = {"none": 0, "head": self.H, "channel": self.H * self.K}[decay]
+        self.A_log = nn.Parameter(torch.empty(self.H)) if decays else None
+        self.dt_bias = nn.Parameter(torch.empty(decays)) if decays else None
+        if decay == "channel":
+            self.f_a_proj = nn.Linear(config.n_embd, self.K if low_rank else decays, bias=False)
+            self.f_b_proj = nn.Linear(self.K, decays, bias=False) if low_rank else nn.Identity()
+        if low_rank and gate != "none":
+            self.g_a_proj, self.g_b_proj = nn.Linear(config.n_embd, self.K, bias=False), nn.Linear(self.K, values, bias=False)
         self.norm = RMSNorm(self.V, config.norm_eps)
         self.out_proj = nn.Linear(values, config.n_embd, bias=config.bias)
 
     def reset_parameters(self):
-        """Mamba's gates: A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 0.1], so that memories start at 1 to 1000 tokens."""
-        nn.init.uniform_(self.conv_weight, -(self.conv_weight.shape[1] ** -0.5), self.conv_weight.shape[1] ** -0.5)
-        with torch.no_grad():
-            self.A_log.uniform_(1, 16).log_()
-            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        if self.conv_weight is not None:
+            init_conv(self.conv_weight)
+        if self.A_log is not None:
+            init_decay(self.A_log, self.dt_bias)
 
     def mix(self, x, *, segment_ids, positions, state, aux):
         B, T, _ = x.shape
-        conv_state, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
-        qkv, z = self.qkvz_proj(x).split([sum(self.split), self.H * self.V], dim=-1)
-        b, a = wide(self.ba_proj(x)).chunk(2, dim=-1)  # gates in fp32 from here on
-        qkv = recur("causal_conv1d", qkv, self.conv_weight, activation="silu", state=conv_state, segment_ids=segment_ids)
+        n, ids = self.steps, segment_ids
+        qkv, z = self.in_proj(x).split([sum(self.split), self.in_proj.out_features - sum(self.split)], dim=-1)
+        if self.conv_weight is not None:
+            conv = None if state is None else state.conv
+            qkv = recur("causal_conv1d", qkv, self.conv_weight, activation="silu", state=conv, segment_ids=ids)
+        else:
+            qkv = F.silu(qkv)
         q, k, v = qkv.split(self.split, dim=-1)
-        q, k = (kernels.l2_norm(u.view(B, T, self.Hk, self.K)) for u in (q, k))
-        beta = self.beta_max * b.sigmoid()
-        g = -wide(self.A_log).exp() * F.softplus(a + wide(self.dt_bias))
-        o = recur("delta_rule", q, k, v.view(B, T, self.H, self.V), g, beta, state=recurrent, segment_ids=segment_ids)
-        o = kernels.gated_rms_norm(o, z.view(B, T, self.H, self.V), self.norm.weight, self.eps)
+        q, k = (kernels.l2_norm(u.view(B, -1, self.Hk, self.K)) for u in (q, k))  # k (B, n T, Hk, K)
+        b, a = wide(self.ba_proj(x)).split([n * self.H, self.ba_proj.out_features - n * self.H], dim=-1)
+        beta, g = self.beta_max * b.view(B, -1, self.H).sigmoid(), self.log_decay(x, a)
+        if n > 1:  # n writes a token: the first decays, the last is followed by the read
+            q = q.repeat_interleave(n, dim=1)
+            g = None if g is None else F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
+            ids = None if ids is None else ids.repeat_interleave(n, dim=1)
+        recurrent = None if state is None else state.recurrent
+        o = recur("delta_rule", q, k, v.view(B, -1, self.H, self.V), g, beta, state=recurrent, segment_ids=ids, per_token=n)
+        o = o[:, n - 1 :: n]
+        z = self.g_b_proj(self.g_a_proj(x)) if self.low_rank and self.gate != "none" else z
+        if self.gate == "none":
+            return self.out_proj(self.norm(o).reshape(B, T, -1))
+        o = kernels.gated_rms_norm(o, z.view(B, T, self.H, self.V), self.norm.weight, self.eps, activation=self.gate)
         return self.out_proj(o.reshape(B, T, -1))
 
+    def log_decay(self, x, a):
+        """g `(B, T, H)`, or `(B, T, H, K)` per key channel, in fp32; None without decay."""
+        if self.decay == "none":
+            return None
+        if self.decay == "head":
+            return -wide(self.A_log).exp() * F.softplus(a + wide(self.dt_bias))
+        f = wide(self.f_b_proj(self.f_a_proj(x))) + wide(self.dt_bias)
+        return -wide(self.A_log).exp()[:, None] * F.softplus(f.unflatten(-1, (self.H, self.K)))
+
     def init_state(self, batch, max_len, device=None, dtype=None):
+        recurrent = zeros_wide(batch, self.H, self.K, self.V, device=device, dtype=dtype)
+        if self.conv_weight is None:
+            return State(batch, device, recurrent=recurrent)
         conv = torch.zeros(batch, self.conv_weight.shape[1] - 1, sum(self.split), device=device, dtype=dtype)
-        recurrent = torch.zeros(batch, self.H, self.K, self.V, device=device, dtype=torch.promote_types(conv.dtype, torch.float32))
         return State(batch, device, conv=conv, recurrent=recurrent)
 
     def flops(self, T, chunk=64):
         K, V = self.K, self.V  # chunked form: state products, scores against keys and values, the triangular solve
-        return self.H * (6 * K * V + 4 * chunk * (K + V) + chunk**2 / 3) + 2 * self.conv_weight.numel()
+        conv = 0 if self.conv_weight is None else 2 * self.conv_weight.numel()
+        return self.steps * self.H * (6 * K * V + 4 * chunk * (K + V) + chunk**2 / 3) + conv
+
+
+@mixer("mamba2")
+class Mamba2(Mixer):
+    """Mamba-2 (2405.21060): linear attention whose keys B, queries C and decay come from the input, grouped as in GQA.
+
+        z, xBC, dt = x W_in;  x, B, C = silu(conv(xBC));  dt = clamp(softplus(dt + dt_bias));  a = exp(-exp(A_log) dt)
+        S_t = a_t S_{t-1} + B_t^T (dt_t x_t);  y_t = C_t S_t + D x_t;  out = RMSNorm(y * silu(z)) W_out
+
+    `expand * n_embd / head_dim` heads share `groups` pairs B, C of width `d_state`; the norm runs over `norm_groups` groups of
+    channels (default: `groups`).
+    """
+
+    operators = ("causal_conv1d", "linear_attention")
+    no_decay = ("conv_weight", "conv_bias", "A_log", "dt_bias", "D")
+
+    def __init__(
+        self,
+        config,
+        layer,
+        *,
+        expand: Positive = 2,
+        head_dim: Positive = 64,
+        d_state: Positive = 128,
+        groups: Positive = 1,
+        norm_groups: Positive | None = None,
+        conv: Annotated[int, Field(ge=2)] = 4,
+        conv_bias: bool = True,
+        dt_min: Annotated[float, Field(gt=0)] = 1e-3,
+        dt_max: Annotated[float, Field(gt=0)] = 0.1,
+        dt_limit_min: Annotated[float, Field(ge=0)] = 0.0,
+        dt_limit_max: Annotated[float, Field(gt=0)] | None = None,
+    ):
+        super().__init__()
+        inner = expand * config.n_embd
+        self.G, self.N, self.P, self.H = groups, d_state, head_dim, inner // head_dim
+        if inner % head_dim or self.H % groups:
+            raise ConfigError(
+                f"expand * n_embd = {inner} channels must be a whole number of heads of head_dim={head_dim}, "
+                f"and the heads a multiple of groups={groups}"
+            )
+        self.norm_groups = norm_groups or groups
+        if inner % self.norm_groups:
+            raise ConfigError(f"norm_groups={self.norm_groups} does not divide {inner} channels")
+        if dt_min > dt_max or (dt_limit_max is not None and dt_limit_min > dt_limit_max):
+            raise ConfigError("dt_min must not be above dt_max, nor dt_limit_min above dt_limit_max")
+        self.dt_range, self.dt_limit, self.eps = (dt_min, dt_max), (dt_limit_min, dt_limit_max), config.norm_eps
+        self.split = [inner, groups * d_state, groups * d_state]  # x, B, C
+        self.in_proj = nn.Linear(config.n_embd, inner + sum(self.split) + self.H, bias=config.bias)
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.split), conv))
+        self.conv_bias = nn.Parameter(torch.empty(sum(self.split))) if conv_bias else None
+        self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(self.H)) for _ in range(3))
+        self.norm = RMSNorm(inner, config.norm_eps)
+        self.out_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
+
+    def reset_parameters(self):
+        init_conv(self.conv_weight, self.conv_bias)
+        init_decay(self.A_log, self.dt_bias, *self.dt_range)
+        nn.init.ones_(self.D)
+
+    def mix(self, x, *, segment_ids, positions, state, aux):
+        B, T, _ = x.shape
+        conv_state, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
+        z, xbc, dt = self.in_proj(x).split([self.split[0], sum(self.split), self.H], dim=-1)
+        xbc = recur(
+            "causal_conv1d", xbc, self.conv_weight, self.conv_bias, activation="silu", state=conv_state, segment_ids=segment_ids
+        )
+        u, k, q = xbc.split(self.split, dim=-1)
+        u, k, q = u.view(B, T, self.H, self.P), k.view(B, T, self.G, self.N), q.view(B, T, self.G, self.N)
+        dt = F.softplus(wide(dt) + wide(self.dt_bias)).clamp(*self.dt_limit)
+        g, v = -wide(self.A_log).exp() * dt, dt[..., None] * wide(u)
+        y = recur("linear_attention", q, k, v, g, scale=1.0, state=recurrent, segment_ids=segment_ids)
+        y = (y + wide(self.D)[:, None] * wide(u)).to(x.dtype).reshape(B, T, self.norm_groups, -1)
+        weight = self.norm.weight.view(self.norm_groups, -1)
+        y = kernels.gated_rms_norm(y, z.reshape(y.shape), weight, self.eps, gate_first=True)
+        return self.out_proj(y.reshape(B, T, -1))
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        conv = torch.zeros(batch, self.conv_weight.shape[1] - 1, sum(self.split), device=device, dtype=dtype)
+        return State(batch, device, conv=conv, recurrent=zeros_wide(batch, self.H, self.N, self.P, device=device, dtype=dtype))
+
+    def flops(self, T, chunk=64):
+        scores = 2 * chunk * self.N * self.G / self.H  # once per group
+        return self.H * (4 * self.N * self.P + 2 * chunk * self.P + scores) + 2 * self.conv_weight.numel()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -424,7 +791,27 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-FFNS = {"swiglu": SwiGLU}
+class MLP(nn.Module):
+    """`act(x W_up) W_down`: GELU (tanh form) as in GPT-2, or relu(x)^2 as in Nemotron."""
+
+    def __init__(self, config, activation):
+        super().__init__()
+        width = config.n_ffn or 4 * config.n_embd
+        self.activation = activation
+        self.up_proj = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.down_proj = nn.Linear(width, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        h = self.up_proj(x)
+        return self.down_proj(F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square())
+
+
+FFNS = {"swiglu": SwiGLU, "gelu": lambda config: MLP(config, "gelu"), "relu2": lambda config: MLP(config, "relu2")}
+
+
+def options_of(cls):
+    """The options of a mixer class: its keyword-only arguments, by name."""
+    return {n: p for n, p in inspect.signature(cls).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def build_mixer(spec, config, layer):
@@ -434,20 +821,29 @@ def build_mixer(spec, config, layer):
         near = difflib.get_close_matches(spec.name, names, n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown mixer {spec.name!r} in layers{hint} (possible: {', '.join(names)})")
-    cls = MIXERS[spec.name]
-    parameters = {n: p for n, p in inspect.signature(cls).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    options, problems = {}, []
+    cls, preset = MIXERS[spec.name]
+    known, options, problems = options_of(cls), dict(preset), []
     for key, value in spec.options.items():
-        if key not in parameters:
-            problems.append(f"{spec.name}({key}=...): no such option (possible: {', '.join([*parameters, 'ffn'])})")
+        if key not in known:
+            problems.append(f"{spec.name}({key}=...): no such option (possible: {', '.join([*known, 'ffn'])})")
             continue
         try:
-            options[key] = TypeAdapter(parameters[key].annotation).validate_python(value)
+            options[key] = TypeAdapter(known[key].annotation).validate_python(value)
         except ValidationError as e:
             problems.append(f"{spec.name}({key}={value}): {e.errors()[0]['msg'][0].lower()}{e.errors()[0]['msg'][1:]}")
     if problems:
         raise ConfigError(problems)
-    return cls(config, layer, **options)
+    try:
+        return cls(config, layer, **options)
+    except ConfigError as e:
+        raise ConfigError([f"{spec.name}: {problem}" for problem in e.problems]) from e
+
+
+def register_from(path):
+    """Run a Python file that registers further mixers; ConfigError if it is not there."""
+    if not Path(path).is_file():
+        raise ConfigError(f'mixers={path!r}: no such file; it should be a Python file with a class under @mixer("name")')
+    runpy.run_path(path)
 
 
 class Block(nn.Module):
@@ -491,9 +887,12 @@ class Model(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("vocab_size is not set: a model needs it (train.py takes it from the data's tokenizer)")
+        if config.mixers is not None:
+            register_from(config.mixers)
         self.config = config
         self.specs = expand_layers(config.layers, config.n_layer)
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, spec, i) for i, spec in enumerate(self.specs))
         self.norm = make_norm(config, config.n_embd)
@@ -520,7 +919,13 @@ class Model(nn.Module):
         aux = {} if aux is None else aux
         if positions is None:
             positions = default_positions(tokens, segment_ids, None if state is None else state)
-        x = self.dropout(self.embedding(tokens))
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            last = tokens.shape[1] + (0 if state is None else state.longest)
+            if last > self.config.block_size:
+                raise ValueError(f"position {last} of a model with {self.config.block_size} learned positions")
+            x = x + self.position_embedding(positions)
+        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             x = block(
                 x,

@@ -129,13 +129,14 @@ class Tally:
         self.reset()
 
     def reset(self):
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)  # NLL, labels, NLL of text, its bytes
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
+        self.sums = torch.zeros(4, dtype=wide, device=self.device)  # NLL, labels, NLL of text, its bytes
 
     def add(self, nll, labels):
         text = loading.score_mask(labels, self.eot)
         n_bytes = loading.label_bytes(labels, self.bytes_of).sum()
         parts = [nll.sum(), (labels >= 0).sum(), torch.where(text, nll, 0.0).sum(), n_bytes]
-        self.sums += torch.stack([p.detach().double() for p in parts])
+        self.sums += torch.stack([p.detach().to(self.sums.dtype) for p in parts])
 
     def read(self):
         """(loss in nats per label, bits per byte)."""

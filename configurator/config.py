@@ -65,17 +65,21 @@ class ModelConfig(Settings):
     n_kv_head: int | None = Field(None, ge=1, description="number of key/value heads; none: n_head")
     head_dim: int | None = Field(None, ge=1, description="width of a head; none: n_embd / n_head")
     n_embd: int = Field(256, ge=1, description="width of the residual stream")
-    block_size: int = Field(512, ge=1, description="training context length in tokens")
+    block_size: int = Field(256, ge=1, description="training context length in tokens")
     vocab_size: int | None = Field(None, ge=1, description="number of token ids; none: the tokenizer's")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
     bias: bool = Field(False, description="biases in the linear layers")
-    ffn: Literal["swiglu"] = Field("swiglu", description="feed-forward network of a layer")
-    n_ffn: int | None = Field(None, ge=1, description="width of the FFN; none: 8/3 n_embd, up to a multiple of 64")
-    norm: Literal["rmsnorm", "rmsnorm1p"] = Field("rmsnorm", description="normalisation; rmsnorm1p multiplies by 1 + w")
+    ffn: Literal["swiglu", "gelu", "relu2"] = Field("swiglu", description="feed-forward network of a layer")
+    n_ffn: int | None = Field(None, ge=1, description="FFN width; none: 4 n_embd, swiglu 8/3 n_embd up to a multiple of 64")
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = Field(
+        "rmsnorm", description="normalisation; rmsnorm1p multiplies by 1 + w"
+    )
     norm_eps: float = Field(1e-6, gt=0, lt=1, description="epsilon of the normalisation")
     rope_theta: float = Field(10000.0, gt=0, description="base wavelength of the rotary embedding")
+    learned_positions: bool = Field(False, description="add a learned embedding of each position, up to block_size")
     tie_embeddings: bool = Field(True, description="the output layer shares the token embedding")
     document_mask: bool = Field(True, description="tokens see only their own document")
+    mixers: str | None = Field(None, min_length=1, description="Python file that registers further mixers")
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         try:
@@ -106,18 +110,18 @@ class TrainConfig(ModelConfig):
     dataset: str = Field("sotu", min_length=1, description="folder under data/ that holds the token files")
     init_from: str = Field("scratch", min_length=1, description="scratch, gpt2*, or a checkpoint folder to start from")
     resume: str | None = Field(None, min_length=1, description="run or checkpoint folder to continue")
-    batch_size: int = Field(12, ge=1, description="sequences per micro-batch")
+    batch_size: int = Field(8, ge=1, description="sequences per micro-batch")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step, over all ranks")
-    max_iters: int = Field(100, ge=1, description="training steps")
-    eval_interval: int = Field(50, ge=1, description="steps between evaluations")
-    eval_iters: int = Field(5, ge=1, description="batches per evaluation")
+    max_iters: int = Field(300, ge=1, description="training steps")
+    eval_interval: int = Field(100, ge=1, description="steps between evaluations")
+    eval_iters: int = Field(10, ge=1, description="batches per evaluation")
     eval_only: bool = Field(False, description="evaluate once and stop")
     log_interval: int = Field(10, ge=1, description="steps between log lines")
     save_interval: int | None = Field(None, ge=1, description="steps between checkpoints; none: eval_interval")
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best one")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")
     min_lr: float | None = Field(None, ge=0, description="final learning rate; none: learning_rate / 10")
-    warmup_iters: int = Field(10, ge=0, description="steps of linear warm-up")
+    warmup_iters: int = Field(20, ge=0, description="steps of linear warm-up")
     lr_decay_iters: int | None = Field(None, ge=1, description="step at which min_lr is reached; none: max_iters")
     decay_lr: bool = Field(True, description="decay the learning rate (cosine)")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
@@ -126,9 +130,7 @@ class TrainConfig(ModelConfig):
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: off")
     seed: int = Field(1337, ge=0, le=2**63 - 1, description="seed of initialisation, data order and dropout")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1, mps; none: the best there is")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="compute type; none: bfloat16 on CUDA, else float32"
-    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="compute type; none: bfloat16 on CUDA, else float32")
     compile: bool | None = Field(None, description="torch.compile the model; none: where it pays")
     wandb_log: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("hybrid-llm", min_length=1, description="W&B project")
@@ -167,9 +169,7 @@ def kinds(annotation: object) -> tuple[object, ...]:
 
 def choices(annotation: object) -> list[object]:
     """The values of the Literal in a setting's type; empty if it has none."""
-    return [
-        value for kind in kinds(annotation) if typing.get_origin(kind) is Literal for value in typing.get_args(kind)
-    ]
+    return [value for kind in kinds(annotation) if typing.get_origin(kind) is Literal for value in typing.get_args(kind)]
 
 
 def unknown_setting(cls: type[Settings], name: str) -> str:

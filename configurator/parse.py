@@ -157,8 +157,7 @@ def _useless_flags(config: Settings, flags: dict[str, str | None]) -> list[str]:
         now = getattr(config, switch)
         if name in flags and now != needed:
             problems.append(
-                f"{_flag(name, flags[name])} has no effect with {switch}={_shown(now)}: "
-                f"drop it, or use {switch}={_shown(needed)}"
+                f"{_flag(name, flags[name])} has no effect with {switch}={_shown(now)}: drop it, or use {switch}={_shown(needed)}"
             )
     return problems
 

@@ -8,13 +8,13 @@ are documented in `reference.py`; every backend module has functions of the same
 import contextlib
 
 from . import eager, reference
-from .reference import document_positions, segment_runs
+from .reference import cache_positions, cache_slots, document_positions, segment_runs
 
 BACKENDS = {"reference": reference, "eager": eager}
 PREFERENCE = {"cuda": ("eager",), "cpu": ("eager",)}  # per device type, best first; other devices as the CPU
 
 _forced = None
-__all__ = ["BACKENDS", "backend_of", "document_positions", "segment_runs", "use_backend"]
+__all__ = ["BACKENDS", "backend_of", "cache_positions", "cache_slots", "document_positions", "segment_runs", "use_backend"]
 
 
 def backend_of(op, device_type):
@@ -48,13 +48,18 @@ def _dispatched(op):
     return call
 
 
-delta_rule = _dispatched("delta_rule")
-delta_rule_step = _dispatched("delta_rule_step")
-causal_conv1d = _dispatched("causal_conv1d")
-causal_conv1d_step = _dispatched("causal_conv1d_step")
-softmax_attention = _dispatched("softmax_attention")
-softmax_attention_step = _dispatched("softmax_attention_step")
-rms_norm = _dispatched("rms_norm")
+# Sequence operators and their step twins.
+linear_attention, linear_attention_step = _dispatched("linear_attention"), _dispatched("linear_attention_step")
+normalized_linear_attention = _dispatched("normalized_linear_attention")
+normalized_linear_attention_step = _dispatched("normalized_linear_attention_step")
+delta_rule, delta_rule_step = _dispatched("delta_rule"), _dispatched("delta_rule_step")
+causal_conv1d, causal_conv1d_step = _dispatched("causal_conv1d"), _dispatched("causal_conv1d_step")
+softmax_attention, softmax_attention_step = _dispatched("softmax_attention"), _dispatched("softmax_attention_step")
+sparse_attention, sparse_attention_step = _dispatched("sparse_attention"), _dispatched("sparse_attention_step")
+
+# Token by token, without state.
+indexer_scores, select_top_k = _dispatched("indexer_scores"), _dispatched("select_top_k")
+selected_attention = _dispatched("selected_attention")
+rms_norm, layer_norm, l2_norm = _dispatched("rms_norm"), _dispatched("layer_norm"), _dispatched("l2_norm")
 gated_rms_norm = _dispatched("gated_rms_norm")
-l2_norm = _dispatched("l2_norm")
 linear_cross_entropy = _dispatched("linear_cross_entropy")

@@ -9,20 +9,11 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from .reference import gated_rms_norm, l2_norm, rms_norm, segment_runs
+from . import reference
+from .reference import cache_positions, cache_slots, gated_rms_norm, key_distances, l2_norm, layer_norm, rms_norm, segment_runs
 
-__all__ = [
-    "causal_conv1d",
-    "causal_conv1d_step",
-    "delta_rule",
-    "delta_rule_step",
-    "gated_rms_norm",
-    "l2_norm",
-    "linear_cross_entropy",
-    "rms_norm",
-    "softmax_attention",
-    "softmax_attention_step",
-]
+# Elementwise definitions serve as they are; listed here because the dispatch looks them up in this module.
+__all__ = ["gated_rms_norm", "l2_norm", "layer_norm", "rms_norm"]
 
 
 def _full_precision(op):
@@ -64,86 +55,166 @@ def _chunk_masks(segment_ids, size):
     return run[..., :, None] == run[..., None, :], run == incoming, run == outgoing, (incoming == outgoing)[..., 0]
 
 
-@_full_precision
-def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
-    """`reference.delta_rule` in chunks of C tokens (scalar decay): with G the decay's running sum inside the chunk,
+def _document_cumsum(g, same):
+    """(B, H, N, C, ...) running sums inside the chunk, from the document's first token: an earlier one costs no precision."""
+    G = g.cumsum(3)
+    if same is None:
+        return G
+    C = g.shape[3]
+    first = torch.where(F.pad(~same.diagonal(-1, -2, -1), (1, 0)), torch.arange(C, device=g.device), 0).cummax(-1).values
+    first = first.reshape(*first.shape, *[1] * (g.ndim - 4)).expand_as(G)
+    before = torch.cat([torch.zeros_like(G[:, :, :, :1]), G[:, :, :, :-1]], dim=3)
+    return G - before.gather(3, first)
 
-        L = stril(diag(beta) (K K^T) * Gamma),  Gamma_ij = exp(G_i - G_j),  e_i = exp(G_i),  r_i = exp(G_C - G_i)
-        [W | U] = (I + L)^-1 diag(beta) [e*K | V]          (a triangular solve; beta_i, beta_j, k correlated: still stable)
-        Vn = U - W S,  O = scale (e * (Q S) + (Q K^T * Gamma) Vn),  S' = e_C S + (r*K)^T Vn
 
-    Memory O(T (K + V + C) + T K V / C). Yang et al. 2406.06484 (WY form), 2412.06464 (decay).
+def _channel_scores(q, k, G, pair, block=16):
+    """sum_c q_ic k_jc e^{G_ic - G_jc} for the pairs (i, j) of a chunk, decays per channel: (B, H, N, C, C), 0 elsewhere.
+
+    Only exponents <= 0 are taken: rows of 16 are scaled from their block's first row, the columns before them up to it, and the
+    16 x 16 blocks on the diagonal are summed channel by channel.
     """
-    T, H = v.shape[1:3]
-    dtype, scale, C = v.dtype, q.shape[-1] ** -0.5 if scale is None else scale, chunk_size
-    if H != k.shape[2]:
+    rows = []
+    for i in range(0, q.shape[3], block):
+        here, start = slice(i, i + block), G[..., i : i + 1, :]
+        within = (G[..., here, None, :] - G[..., None, here, :]).clamp(max=0.0).exp()  # (B, H, N, 16, 16, K)
+        row = [torch.einsum("...ic,...jc,...ijc->...ij", q[..., here, :], k[..., here, :], within)]
+        if i:
+            left, right = (G[..., here, :] - start).clamp(max=0.0).exp(), (start - G[..., :i, :]).clamp(max=0.0).exp()
+            row.insert(0, (q[..., here, :] * left) @ (k[..., :i, :] * right).transpose(-1, -2))
+        rows.append(F.pad(torch.cat(row, dim=-1), (0, q.shape[3] - i - row[-1].shape[-1])))
+    return torch.cat(rows, dim=-2) * pair
+
+
+def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, C, delta):
+    """The chunked form of `reference._recurrence`; the formulas are in the docstring of `delta_rule`."""
+    T, H, K = *v.shape[1:3], q.shape[-1]
+    dtype, scale = v.dtype, K**-0.5 if scale is None else scale
+    if k.shape[2] != H:
         q, k = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k))
     q, k, v = _wide(q) * scale, _wide(k), _wide(v)
-    beta = torch.ones_like(v[..., 0]) if beta is None else beta.to(v.dtype)
-    g = None if g is None else g.to(v.dtype)
-    real = None
-    if segment_ids is not None:  # padding: no write (k = beta = 0), no decay (g = 0), no output
-        real = segment_ids > 0
-        beta, k = beta * real[..., None], k * real[..., None, None]
-        g = None if g is None else g.masked_fill(~real[..., None], 0.0)
-        same, opened, last, keep = _chunk_masks(segment_ids, C)
-    q, k, v, beta = (_chunks(x, C) for x in (q, k, v, beta[..., None]))  # (B, H, N, C, .)
-
-    pair = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    pair = pair if segment_ids is None else pair & same
-    gamma, e, r, e_end = pair.to(v.dtype), None, None, None
+    real = same = None
     if g is not None:
-        G = _chunks(g, C).cumsum(-1)  # (B, H, N, C)
-        if segment_ids is not None:  # count from the document's start, so that an earlier document costs no precision
-            first = torch.where(F.pad(~same.diagonal(-1, -2, -1), (1, 0)), torch.arange(C, device=q.device), 0).cummax(-1).values
-            before = F.pad(G, (1, 0))[..., :-1].gather(-1, first.expand_as(G))
-            G = G - before
-        gamma = (G[..., :, None] - G[..., None, :]).masked_fill(~pair, -torch.inf).exp()  # mask first: no inf * 0
-        e, r, e_end = G.exp()[..., None], (G[..., -1:] - G).clamp(max=0.0).exp()[..., None], G[..., -1].exp()
-    if segment_ids is not None:
-        e = opened[..., None].to(v.dtype) if e is None else e * opened[..., None]
-        r = last[..., None].to(v.dtype) if r is None else r * last[..., None]
-        e_end = keep.to(v.dtype).expand(v.shape[:3]) if e_end is None else e_end * keep
+        g = (g.expand(v.shape[:3]) if g.ndim == 1 else g).to(v.dtype)
+    if segment_ids is not None:  # padding: no write (k = 0), no decay (g = 0), no output
+        real = segment_ids > 0
+        k = k * real[..., None, None]
+        g = None if g is None else g * real.reshape(*real.shape, *[1] * (g.ndim - 2))
+        same, opened, last, keep = _chunk_masks(segment_ids, C)
+    q, k, v = (_chunks(x, C) for x in (q, k, v))  # (B, H, N, C, .)
+    pair = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+    pair = pair if same is None else pair & same
 
-    kt = k.transpose(-1, -2)
-    L = (beta * (k @ kt) * gamma).tril(-1)
+    # Decays: e from the chunk's start to each token, r from each token to the chunk's end, e_end over the whole chunk.
+    e = r = e_end = None
+    if g is not None:
+        G = _document_cumsum(_chunks(g, C), same)
+        G = G[..., None] if g.ndim == 3 else G  # (B, H, N, C, 1 or K)
+        e, r, e_end = G.exp(), (G[..., -1:, :] - G).clamp(max=0.0).exp(), G[..., -1, :].exp()
+    if same is not None:
+        opened, last, keep = opened[..., None].to(v.dtype), last[..., None].to(v.dtype), keep[..., None].to(v.dtype)
+        e, r = (opened, last) if e is None else (e * opened, r * last)
+        e_end = keep.expand(*v.shape[:3], 1) if e_end is None else e_end * keep
     ke, qe, kr = (k, q, k) if e is None else (k * e, q * e, k * r)
-    W, U = torch.linalg.solve_triangular(L, beta * torch.cat([ke, v], -1), upper=False, unitriangular=True).split(
-        [k.shape[-1], v.shape[-1]], dim=-1
-    )
-    reads = torch.cat([W, qe], dim=-2)  # (B, H, N, 2C, K): both read the state, one product
     krt = kr.transpose(-1, -2)
-    S = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
-    vn, inter = [], []
-    for n in range(v.shape[2]):
-        x = reads[:, :, n] @ S
-        vn.append(U[:, :, n] - x[:, :, :C])
-        inter.append(x[:, :, C:])
-        S = (S if e_end is None else S * e_end[:, :, n, None, None]) + krt[:, :, n] @ vn[-1]
-    out = torch.stack(inter, 2) + ((q @ kt) * gamma) @ torch.stack(vn, 2)
+
+    # Scores between the tokens of a chunk, decayed.
+    if g is None or g.ndim == 3:
+        gamma = pair.to(v.dtype)
+        if g is not None:
+            gamma = (G - G.transpose(-1, -2)).masked_fill(~pair, -torch.inf).exp()  # mask first: no inf * 0
+        kt = k.transpose(-1, -2)
+        qk, kk = (q @ kt) * gamma, (k @ kt) * gamma if delta else None
+    else:
+        qk, kk = _channel_scores(q, k, G, pair), _channel_scores(k, k, G, pair) if delta else None
+
+    S = v.new_zeros(*v.shape[:2], K, v.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
+    if delta:
+        beta = torch.ones_like(v[..., :1]) if beta is None else _chunks(beta.to(v.dtype)[..., None], C)
+        rhs = beta * torch.cat([ke, v], -1)
+        wu = torch.linalg.solve_triangular((beta * kk).tril(-1), rhs, upper=False, unitriangular=True)
+        W, U = wu.split([K, v.shape[-1]], dim=-1)
+        reads = torch.cat([W, qe], dim=-2)  # (B, H, N, 2C, K): both read the state, in one product
+        written, inter = [], []
+        for n in range(v.shape[2]):
+            x = reads[:, :, n] @ S
+            written.append(U[:, :, n] - x[:, :, :C])
+            inter.append(x[:, :, C:])
+            S = (S if e_end is None else S * e_end[:, :, n, :, None]) + krt[:, :, n] @ written[-1]
+        out = torch.stack(inter, 2) + qk @ torch.stack(written, 2)
+    else:
+        adds, states = krt @ v, []  # what each chunk writes does not depend on the state: only the sum is sequential
+        for n in range(v.shape[2]):
+            states.append(S)
+            S = (S if e_end is None else S * e_end[:, :, n, :, None]) + adds[:, :, n]
+        out = qe @ torch.stack(states, 2) + qk @ v
     out = out.flatten(2, 3)[:, :, :T].transpose(1, 2)
     return (out if real is None else out * real[..., None, None]).to(dtype), S
 
 
 @_full_precision
-def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
-    """`reference.delta_rule_step`: two matrix-vector products and a rank-one update per token, in place."""
+def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
+    """`reference.delta_rule` in chunks of C tokens. With G the decay's running sum inside the chunk,
+
+        L = stril(diag(beta) (K K^T) * Gamma),  Gamma_ij = exp(G_i - G_j),  e_i = exp(G_i),  r_i = exp(G_C - G_i)
+        [W | U] = (I + L)^-1 diag(beta) [e*K | V]          (a triangular solve: exact for correlated keys too)
+        Vn = U - W S,  O = scale (e * (Q S) + (Q K^T * Gamma) Vn),  S' = e_C S + (r*K)^T Vn
+
+    Memory O(T (K + V + C) + T K V / C), and 16 T K more with decays per channel. Yang et al. 2406.06484 (WY), 2412.06464 (decay).
+    """
+    return _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, chunk_size, delta=True)
+
+
+@_full_precision
+def linear_attention(q, k, v, g=None, *, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
+    """`reference.linear_attention` in chunks: as `delta_rule` with Vn = V, so that the chunks depend on each other by a sum only."""
+    return _recurrence(q, k, v, g, None, scale, initial_state, segment_ids, chunk_size, delta=False)
+
+
+def normalized_linear_attention(q, k, v, *, eps=1e-6, initial_state=None, segment_ids=None):
+    """`reference.normalized_linear_attention`: the normaliser is one more column of v."""
+    v1 = torch.cat([_wide(v), torch.ones_like(v[..., :1], dtype=_wide(v).dtype)], -1)
+    out, state = linear_attention(q, k, v1, scale=1.0, initial_state=initial_state, segment_ids=segment_ids)
+    return (out[..., :-1] / (out[..., -1:] + eps)).to(v.dtype), state
+
+
+def _step(q, k, v, g, beta, state, scale, delta):
+    """Two matrix-vector products and a rank-one update per token, in place; without delta one product less."""
     H, dtype = v.shape[2], v.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if H != k.shape[2]:
+    if k.shape[2] != H:
         q, k = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k))
     q, k, v = (x.to(state.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, .)
+    g = g.expand(q.shape[0], q.shape[2], H) if g is not None and g.ndim == 1 else g
     outs = []
     for t in range(v.shape[2]):
         if g is not None:
             state.mul_(g[:, t].to(state.dtype).exp().reshape(*state.shape[:2], -1, 1))
         k_t, u = k[:, :, t : t + 1], v[:, :, t : t + 1]
-        u = u - k_t @ state
+        u = u - k_t @ state if delta else u
         if beta is not None:
             u = u * beta[:, t, :, None, None].to(state.dtype)
         state.add_(k_t.transpose(-1, -2) * u)
         outs.append(scale * (q[:, :, t : t + 1] @ state))
     return torch.cat(outs, 2).transpose(1, 2).to(dtype)
+
+
+@_full_precision
+def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
+    """`reference.delta_rule_step`."""
+    return _step(q, k, v, g, beta, state, scale, delta=True)
+
+
+@_full_precision
+def linear_attention_step(q, k, v, g=None, *, state, scale=None):
+    """`reference.linear_attention_step`."""
+    return _step(q, k, v, g, None, state, scale, delta=False)
+
+
+def normalized_linear_attention_step(q, k, v, *, state, eps=1e-6):
+    """`reference.normalized_linear_attention_step`."""
+    v1 = torch.cat([v.to(state.dtype), torch.ones_like(v[..., :1], dtype=state.dtype)], -1)
+    out = linear_attention_step(q, k, v1, state=state, scale=1.0)
+    return (out[..., :-1] / (out[..., -1:] + eps)).to(v.dtype)
 
 
 def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, segment_ids=None):
@@ -177,44 +248,135 @@ def causal_conv1d_step(x, weight, bias=None, *, state, activation=None):
     return out
 
 
-def softmax_attention(q, k, v, *, scale=None, past=None, segment_ids=None, dropout_p=0.0):
-    """`reference.softmax_attention` by PyTorch's SDPA, with a `(B, 1, T, S+T)` mask where documents or a past ask for one."""
-    B, T = q.shape[:2]
-    mask = real = None
-    if past is not None or segment_ids is not None:
-        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(B, T, T)
-    if segment_ids is not None:
-        run, real = segment_runs(segment_ids)
-        mask = mask & (run[:, :, None] == run[:, None, :])  # padding keeps the last run: no row is empty
+def softmax_attention(q, k, v, *, scale=None, window=None, keep_first=0, sinks=None, past=None, segment_ids=None, dropout_p=0.0):
+    """`reference.softmax_attention` by PyTorch's SDPA, with a `(B, 1, T, S+T)` mask for everything but plain causal attention.
+
+    A sink is one more key, of score b_h and value 0.
+    """
+    mask = None
+    if past is not None or segment_ids is not None or window is not None or sinks is not None:
+        distance, position = key_distances(q.shape[:2], q.device, past, segment_ids)
+        mask = distance >= 0  # padding sees its own row's last document: no row is empty
+        if window is not None:
+            mask = mask & ((distance < window) | (position < keep_first)[:, None])
+        mask = mask[:, None]
     if past is not None:
         k, v = torch.cat([past[0].to(k.dtype), k], 1), torch.cat([past[1].to(v.dtype), v], 1)
-        seen = (torch.arange(past[0].shape[1], device=q.device) < past[2][:, None])[:, None].expand(B, T, -1)
-        mask = torch.cat([seen if segment_ids is None else seen & (run == 0)[..., None], mask], dim=-1)
+    out = _sdpa(q, k, v, mask, sinks, scale, dropout_p)
+    return out if segment_ids is None else out * (segment_ids > 0)[..., None, None]
+
+
+def _sdpa(q, k, v, mask, sinks=None, scale=None, dropout_p=0.0):
+    """(B, T, H, D) attention under a boolean mask `(B, 1, T, S)`; None: causal."""
+    if sinks is not None:
+        k, v = F.pad(k, (0, 0, 0, 0, 1, 0)), F.pad(v, (0, 0, 0, 0, 1, 0))
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        bias = bias.expand(-1, q.shape[2], -1, -1)
+        mask = torch.cat([sinks.to(q.dtype)[:, None, None].expand(*bias.shape[:3], 1), bias], dim=-1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attn_mask=None if mask is None else mask[:, None],
-        dropout_p=dropout_p,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
-    return out if real is None else out * real[..., None, None]
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, scale=scale, enable_gqa=gqa
+    )
+    return out.transpose(1, 2)
 
 
-def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, scale=None, longest=None):
-    """`reference.softmax_attention_step`: write, then attend to the first `longest` entries under a mask of the lengths."""
-    T, longest = q.shape[1], k_cache.shape[1] if longest is None else longest
-    at = length[:, None].long() + torch.arange(T, device=q.device)  # (B, T)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.scatter_(1, at[..., None, None].expand_as(new), new.to(cache.dtype))
-    mask = torch.arange(longest, device=q.device) <= at[..., None]  # (B, T, S)
-    return F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        *(x[:, :longest].to(q.dtype).transpose(1, 2) for x in (k_cache, v_cache)),
-        attn_mask=mask[:, None],
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
+def _keep_one(pairs, length, keep_first=0):
+    """Write one token a row into its slot of each cache."""
+    for cache, new in pairs:
+        slot = cache_slots(length.long(), cache.shape[1], keep_first)
+        cache.scatter_(
+            1,
+            slot[:, None, None, None].expand_as(new) if new.ndim == 4 else slot[:, None, None].expand_as(new),
+            new.to(cache.dtype),
+        )
+
+
+def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, window=None, keep_first=0, sinks=None, scale=None, longest=None):
+    """`reference.softmax_attention_step`; a single token is written first, so that the caches need not be copied."""
+    if q.shape[1] > 1:
+        return reference.softmax_attention_step(
+            q, k, v, k_cache=k_cache, v_cache=v_cache, length=length, window=window, keep_first=keep_first, sinks=sinks, scale=scale
+        )
+    _keep_one(((k_cache, k), (v_cache, v)), length, keep_first)
+    read = slice(None if longest is None else longest)
+    position = cache_positions(length + 1, k_cache.shape[1], keep_first)[:, read]
+    mask = position >= 0
+    if window is not None:
+        mask = mask & ((length[:, None] - position < window) | (position < keep_first))
+    return _sdpa(q, k_cache[:, read].to(q.dtype), v_cache[:, read].to(q.dtype), mask[:, None, None], sinks, scale)
+
+
+@_full_precision
+def indexer_scores(q, k, w):
+    """`reference.indexer_scores` as one product of all index heads with all keys."""
+    q, k, w = _wide(q), _wide(k), _wide(w)
+    z = torch.einsum("btjd,bsd->btjs", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("btj,btjs->bts", w, z.relu())
+
+
+def _top_k_indices(scores, distance, top_k, local):
+    """(B, T, min(top_k, S)) key indices of `select_top_k`, best first, and which of them may be seen at all.
+
+    A stable sort of the keys from last to first: keys lie in the order of their positions, so of equals the nearer comes first.
+    """
+    ranked = scores.masked_fill(distance < 0, -torch.inf).masked_fill((distance >= 0) & (distance < local), torch.inf)
+    order = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    index = scores.shape[-1] - 1 - order
+    return index, distance.expand_as(scores).gather(-1, index) >= 0
+
+
+def select_top_k(scores, distance, top_k, local=0):
+    """`reference.select_top_k` by one stable sort; keys must lie in the order of their positions."""
+    index, seen = _top_k_indices(scores, distance, top_k, local)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, seen)
+
+
+def selected_attention(q, k, v, selected, *, scale=None):
+    """`reference.selected_attention` by SDPA under the selection as a mask."""
+    nothing = ~selected.any(-1)
+    out = _sdpa(q, k, v, (selected | nothing[..., None])[:, None], scale=scale)
+    return out.masked_fill(nothing[..., None, None], 0.0)
+
+
+def sparse_attention(q, k, v, index_q, index_k, index_w, *, top_k, local=0, scale=None, past=None, segment_ids=None):
+    """`reference.sparse_attention`; the selection is a mask, so that it costs what dense attention costs and the indexer more."""
+    if past is not None:
+        k, v, index_k = (torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past[:3], (k, v, index_k), strict=True))
+    distance, _ = key_distances(q.shape[:2], q.device, past, segment_ids)
+    selected = select_top_k(indexer_scores(index_q, index_k, index_w), distance, top_k, local)
+    out = selected_attention(q, k, v, selected, scale=scale)
+    return out if segment_ids is None else out * (segment_ids > 0)[..., None, None]
+
+
+def sparse_attention_step(
+    q, k, v, index_q, index_k, index_w, *, k_cache, v_cache, index_cache, length, top_k, local=0, scale=None, longest=None
+):
+    """`reference.sparse_attention_step`; a single token reads all index keys, and top_k rows of keys and values."""
+    if q.shape[1] > 1:
+        return reference.sparse_attention_step(
+            q,
+            k,
+            v,
+            index_q,
+            index_k,
+            index_w,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            index_cache=index_cache,
+            length=length,
+            top_k=top_k,
+            local=local,
+            scale=scale,
+        )
+    _keep_one(((k_cache, k), (v_cache, v), (index_cache, index_k)), length)
+    read = slice(None if longest is None else longest)
+    position = cache_positions(length + 1, k_cache.shape[1])[:, read]
+    distance = torch.where(position >= 0, length[:, None] - position, -1)[:, None]
+    index, seen = _top_k_indices(indexer_scores(index_q, index_cache[:, read], index_w), distance, top_k, local)
+    rows = index[:, 0, :, None, None].expand(-1, -1, *k_cache.shape[2:])
+    k, v = (cache.gather(1, rows).to(q.dtype) for cache in (k_cache, v_cache))
+    return _sdpa(q, k, v, seen[:, None], scale=scale)
 
 
 def linear_cross_entropy(x, weight, labels):

@@ -32,6 +32,43 @@ def document_positions(segment_ids, length=None):
     return position if length is None else position + (run == 0) * length[:, None]
 
 
+def cache_slots(positions, size, keep_first=0):
+    """Where a cache of `size` slots keeps the token at a document position: the first `keep_first` fixed, the rest a ring."""
+    ring = keep_first + (positions - keep_first) % max(1, size - keep_first)
+    return torch.where(positions < keep_first, positions, ring)
+
+
+def cache_positions(length, size, keep_first=0):
+    """The document position that each slot of a cache holds after `length (B,)` tokens, `(B, size)` int64; -1: empty."""
+    slot, length = torch.arange(size, device=length.device), length[:, None].long()
+    latest = length - 1 - (length - 1 - slot) % max(1, size - keep_first)  # the last position < length that maps to the slot
+    latest = torch.where(latest >= keep_first, latest, -1)
+    return torch.where(slot < keep_first, torch.where(slot < length, slot, -1), latest)
+
+
+def key_distances(shape, device, past=None, segment_ids=None):
+    """How far each key lies behind each query, and where the keys lie in their document.
+
+    shape (B, T). Keys are those of `past = (..., positions (B, S), length (B,))`, if any, then the T tokens themselves. Returns
+    distance `(B, T, S + T)` int64, -1 where the query must not see the key, and position `(B, S + T)`.
+    """
+    B, T = shape
+    t = torch.arange(T, device=device)
+    behind = (t[:, None] - t).clamp(min=-1).expand(B, T, T)
+    if segment_ids is None:
+        run, position = torch.zeros(B, T, dtype=torch.int64, device=device), t.expand(B, T)
+    else:
+        run, position = segment_runs(segment_ids)[0], document_positions(segment_ids)
+        behind = torch.where(run[:, :, None] == run[:, None, :], behind, -1)
+    if past is None:
+        return behind, position
+    *_, past_position, length = past
+    position = position + (run == 0) * length[:, None]
+    seen = (past_position >= 0)[:, None] & (run == 0)[..., None]
+    back = torch.where(seen, position[..., None] - past_position[:, None], -1)
+    return torch.cat([back, behind], dim=-1), torch.cat([past_position, position], dim=-1)
+
+
 def _repeat_heads(x, n_head):
     """(B, T, Hk, D) -> (B, T, H, D), each key head serving H // Hk neighbouring heads."""
     return x if x.shape[2] == n_head else x.repeat_interleave(n_head // x.shape[2], dim=2)
@@ -239,20 +276,24 @@ def softmax_attention(q, k, v, *, scale=None, window=None, keep_first=0, sinks=N
     return out
 
 
-def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, longest=None, **options):
-    """One token or a few: write k, v at `length[b]` of the caches `(B, S, Hk, D)`, then attend to all written so far.
+def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, keep_first=0, longest=None, **options):
+    """One token or a few of `softmax_attention`: attend to the caches `(B, S, Hk, D)` and k, v, then keep these in the caches.
 
-    `length (B,)` is read, not advanced. `longest` (host int) bounds length + T, so that no more of the cache is read.
+    Token p of a document lies in slot p, or in a ring where S is smaller (`cache_slots`). `length (B,)` is read, not advanced.
+    `longest` (host int) bounds length + T: no more of the cache is read.
     """
-    S = k_cache.shape[1]
-    positions = torch.arange(S, device=q.device).expand(q.shape[0], S)
-    positions = torch.where(positions < length[:, None], positions, -1)
-    out = softmax_attention(q, k, v, past=(k_cache, v_cache, positions, length), **options)
-    for b in range(q.shape[0]):
-        n = int(length[b])
-        k_cache[b, n : n + q.shape[1]] = k[b]
-        v_cache[b, n : n + q.shape[1]] = v[b]
+    past = (k_cache, v_cache, cache_positions(length, k_cache.shape[1], keep_first), length)
+    out = softmax_attention(q, k, v, past=past, keep_first=keep_first, **options)
+    _keep(((k_cache, k), (v_cache, v)), length, keep_first)
     return out
+
+
+def _keep(pairs, length, keep_first=0):
+    """Write new tokens, one after the other, into their slots."""
+    for cache, new in pairs:
+        for t in range(new.shape[1]):
+            slot = cache_slots(length + t, cache.shape[1], keep_first)
+            cache[torch.arange(len(slot), device=slot.device), slot.long()] = new[:, t].to(cache.dtype)
 
 
 def indexer_scores(q, k, w):
@@ -294,6 +335,30 @@ def selected_attention(q, k, v, selected, *, scale=None):
     scores = scale * torch.einsum("bthd,bshd->bhts", q, k)
     p = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     return torch.einsum("bhts,bshd->bthd", p, v)
+
+
+def sparse_attention(q, k, v, index_q, index_k, index_w, *, top_k, local=0, scale=None, past=None, segment_ids=None):
+    """DeepSeek sparse attention: `indexer_scores` rank the keys, `select_top_k` picks, `selected_attention` reads those.
+
+    q `(B, T, H, D)`, k, v `(B, T, Hk, D)`, index_q `(B, T, J, d)`, index_k `(B, T, d)`, index_w `(B, T, J)`; past = (k, v, index_k,
+    positions, length) of earlier tokens. Returns out `(B, T, H, D)`, 0 at padding. DeepSeek-V3.2, 2512.02556.
+    """
+    if past is not None:
+        k, v, index_k = (torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past[:3], (k, v, index_k), strict=True))
+    distance, _ = key_distances(q.shape[:2], q.device, past, segment_ids)
+    selected = select_top_k(indexer_scores(index_q, index_k, index_w), distance, top_k, local)
+    out = selected_attention(q, k, v, selected, scale=scale)
+    return out if segment_ids is None else out * (segment_ids > 0)[..., None, None]
+
+
+def sparse_attention_step(
+    q, k, v, index_q, index_k, index_w, *, k_cache, v_cache, index_cache, length, top_k, local=0, scale=None, longest=None
+):
+    """One token or a few of `sparse_attention` on caches `(B, S, ...)` that hold the whole document; as `softmax_attention_step`."""
+    past = (k_cache, v_cache, index_cache, cache_positions(length, k_cache.shape[1]), length)
+    out = sparse_attention(q, k, v, index_q, index_k, index_w, top_k=top_k, local=local, scale=scale, past=past)
+    _keep(((k_cache, k), (v_cache, v), (index_cache, index_k)), length)
+    return out
 
 
 def rms_norm(x, weight, eps=1e-6, *, unit_offset=False):

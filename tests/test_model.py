@@ -174,12 +174,12 @@ def test_a_full_cache_says_so():
     [
         ("gdm", "did you mean 'gdn'"),
         ("nonsense", "possible: attn"),
-        ("attn(window=3)", "no such option"),
-        ("gdn(conv=1)", r"gdn\(conv=1\): .*greater than or equal to 2"),
+        ("gdn(window=3)", "no such option"),
+        ("gdn(conv=1)", "gdn: conv=1 sees the current token only"),
         ("attn(rope=half)", "'full', 'partial' or 'none'"),
         ("attn(n_head=4, n_kv_head=3)", "n_head=4 is not a multiple of n_kv_head=3"),
         ("attn(head_dim=7)", "not even"),
-        ("attn(ffn=wide)", "choose one of swiglu, none"),
+        ("attn(ffn=wide)", "choose one of swiglu, gelu, relu2, none"),
         ("mlp(ffn=none)", "mlp is an FFN alone"),
     ],
 )
@@ -206,7 +206,7 @@ def test_tied_and_untied_heads_and_parameter_count():
 def test_flops_per_token():
     model = make("attn(qk_norm=false)", n_layer=1, n_ffn=64)
     d, V, F, n = 32, 61, 64, 100
-    assert model.flops_per_token(n) == 6 * (4 * d * d + 3 * d * F + V * d) + 3 * 2 * n * d
+    assert model.flops_per_token(n) == 6 * (4 * d * d + 3 * d * F + V * d) + 3 * 2 * (n + 1) * d
 
 
 def qwen3_next(dtype):
@@ -270,7 +270,7 @@ def qwen3_next(dtype):
         if i < 3:
             rows = source[f"{a}linear_attn.in_proj_qkvz.weight"].view(nk, 2 * dk + 2 * r * dv, d)
             parts = rows.split([dk, dk, r * dv, r * dv], dim=1)
-            target[f"{b}mixer.qkvz_proj.weight"] = torch.cat([p.reshape(-1, d) for p in parts])
+            target[f"{b}mixer.in_proj.weight"] = torch.cat([p.reshape(-1, d) for p in parts])
             parts = source[f"{a}linear_attn.in_proj_ba.weight"].view(nk, 2 * r, d).split(r, dim=1)
             target[f"{b}mixer.ba_proj.weight"] = torch.cat([p.reshape(-1, d) for p in parts])
             target[f"{b}mixer.conv_weight"] = source[f"{a}linear_attn.conv1d.weight"][:, 0]

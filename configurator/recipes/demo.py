@@ -1,4 +1,4 @@
-"""A small hybrid that learns readable English prose on a laptop's CPU: about 5 minutes, about 2.0 bits per byte."""
+"""A small hybrid that learns readable English prose on two CPU cores in about three minutes (`make demo`)."""
 
 layers = "gdn gdn gdn attn"
 n_layer = 4
@@ -7,9 +7,9 @@ n_embd = 192
 block_size = 256
 
 out_dir = "out/demo"
-batch_size = 8
-learning_rate = 2e-3
-warmup_iters = 50
-max_iters = 600
+batch_size = 4  # many small steps: at equal time half the batch gave 1.75 bits per byte, where 8 gave 1.88
+learning_rate = 3e-3
+warmup_iters = 40
+max_iters = 800
 eval_interval = 200
-eval_iters = 10
+eval_iters = 20
