@@ -181,7 +181,7 @@ def init_conv(weight, bias=None):
 
 @torch.no_grad()
 def init_decay(A_log, dt_bias, dt_min=1e-3, dt_max=0.1):
-    """Mamba's gates: A ~ U(1, 16), softplus(dt_bias) log-uniform in [dt_min, dt_max], so that memories start at 1 to 1000 tokens."""
+    """Mamba's gates: A ~ U(1, 16), softplus(dt_bias) log-uniform in [dt_min, dt_max], memories of 1 to 1000 tokens."""
     A_log.uniform_(1, 16).log_()
     dt = torch.empty_like(dt_bias).uniform_(math.log(dt_min), math.log(dt_max)).exp()
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
@@ -945,7 +945,7 @@ class Model(nn.Module):
         return Output(F.linear(x, weight.to(x.dtype)), None, aux)
 
     def init_state(self, batch, max_len, device=None, dtype=None):
-        """Empty states of all layers for `batch` sequences of up to `max_len` tokens, by default on the weights' device and dtype."""
+        """Empty states of all layers for `batch` sequences of up to `max_len` tokens, by default as the weights are."""
         device, dtype = device or self.embedding.weight.device, dtype or self.embedding.weight.dtype
         empty = [
             State(batch, device) if b.mixer is None else b.mixer.init_state(batch, max_len, device, dtype) for b in self.blocks

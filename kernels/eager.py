@@ -166,7 +166,7 @@ def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, se
 
 @_full_precision
 def linear_attention(q, k, v, g=None, *, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
-    """`reference.linear_attention` in chunks: as `delta_rule` with Vn = V, so that the chunks depend on each other by a sum only."""
+    """`reference.linear_attention` in chunks: `delta_rule` with Vn = V, so that the chunks depend on each other by a sum only."""
     return _recurrence(q, k, v, g, None, scale, initial_state, segment_ids, chunk_size, delta=False)
 
 

@@ -142,7 +142,7 @@ def normalized_linear_attention_step(q, k, v, *, state, eps=1e-6):
 
 def linear_attention_parallel(q, k, v, g=None, *, scale=None):
     """`linear_attention` as one masked T x T product: `O = scale (Q K^T * Gamma) V`, `Gamma_ij = e^{G_i - G_j}`, i >= j."""
-    H, T = v.shape[2], v.shape[1]
+    H = v.shape[2]
     q, k = _repeat_heads(q, H), _repeat_heads(k, H)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("bihk,bjhk->bhij", q, k) * scale if g is None or g.ndim < 4 else _channel_scores(q * scale, k, g)
@@ -354,7 +354,7 @@ def sparse_attention(q, k, v, index_q, index_k, index_w, *, top_k, local=0, scal
 def sparse_attention_step(
     q, k, v, index_q, index_k, index_w, *, k_cache, v_cache, index_cache, length, top_k, local=0, scale=None, longest=None
 ):
-    """One token or a few of `sparse_attention` on caches `(B, S, ...)` that hold the whole document; as `softmax_attention_step`."""
+    """One token or a few of `sparse_attention` on caches `(B, S, ...)` of the whole document; as `softmax_attention_step`."""
     past = (k_cache, v_cache, index_cache, cache_positions(length, k_cache.shape[1]), length)
     out = sparse_attention(q, k, v, index_q, index_k, index_w, top_k=top_k, local=local, scale=scale, past=past)
     _keep(((k_cache, k), (v_cache, v), (index_cache, index_k)), length)
