@@ -155,10 +155,9 @@ class TrainConfig(ModelConfig):
                 f"min_lr={self.min_lr} is more than learning_rate={self.learning_rate}: use at most that",
             )
         if self.lr_decay_iters is not None and self.warmup_iters > self.lr_decay_iters:
-            yield (
-                {"warmup_iters", "lr_decay_iters"},
-                f"warmup_iters={self.warmup_iters} is more than lr_decay_iters={self.lr_decay_iters}: use at most {self.lr_decay_iters}",
-            )
+            most = self.lr_decay_iters
+            line = f"warmup_iters={self.warmup_iters} is more than lr_decay_iters={most}: use at most {most}"
+            yield {"warmup_iters", "lr_decay_iters"}, line
 
 
 def kinds(annotation: object) -> tuple[object, ...]:
