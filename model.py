@@ -10,7 +10,7 @@ import json
 import math
 import runpy
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -651,15 +651,15 @@ class DeltaRule(Mixer):
         else:
             qkv = F.silu(qkv)
         q, k, v = qkv.split(self.split, dim=-1)
-        q, k = (kernels.l2_norm(u.view(B, -1, self.Hk, self.K)) for u in (q, k))  # k (B, n T, Hk, K)
+        q, k = (kernels.l2_norm(u.reshape(B, -1, self.Hk, self.K)) for u in (q, k))  # k (B, n T, Hk, K)
         b, a = wide(self.ba_proj(x)).split([n * self.H, self.ba_proj.out_features - n * self.H], dim=-1)
-        beta, g = self.beta_max * b.view(B, -1, self.H).sigmoid(), self.log_decay(x, a)
+        beta, g = self.beta_max * b.reshape(B, -1, self.H).sigmoid(), self.log_decay(x, a)
         if n > 1:  # n writes a token: the first decays, the last is followed by the read
             q = q.repeat_interleave(n, dim=1)
             g = None if g is None else F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
             ids = None if ids is None else ids.repeat_interleave(n, dim=1)
         recurrent = None if state is None else state.recurrent
-        o = recur("delta_rule", q, k, v.view(B, -1, self.H, self.V), g, beta, state=recurrent, segment_ids=ids, per_token=n)
+        o = recur("delta_rule", q, k, v.reshape(B, -1, self.H, self.V), g, beta, state=recurrent, segment_ids=ids, per_token=n)
         o = o[:, n - 1 :: n]
         z = self.g_b_proj(self.g_a_proj(x)) if self.low_rank and self.gate != "none" else z
         if self.gate == "none":
@@ -827,6 +827,8 @@ def build_mixer(spec, config, layer):
         if key not in known:
             problems.append(f"{spec.name}({key}=...): no such option (possible: {', '.join([*known, 'ffn'])})")
             continue
+        if value is None and "none" in get_args(known[key].annotation):
+            value = "none"  # the grammar reads the word as None
         try:
             options[key] = TypeAdapter(known[key].annotation).validate_python(value)
         except ValidationError as e:

@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from . import reference
 from .reference import cache_positions, cache_slots, gated_rms_norm, key_distances, l2_norm, layer_norm, rms_norm, segment_runs
 
+# Log decays below this count as this: e^-40 is under fp64's epsilon, and running sums of hundreds per token would cost the other
+# tokens of a chunk their precision (with gates down to -2000 in fp32: 20 to 100 times the token loop's error, now 3 to 10 times).
+FORGOTTEN = -40.0
+
 # Elementwise definitions serve as they are; listed here because the dispatch looks them up in this module.
 __all__ = ["gated_rms_norm", "l2_norm", "layer_norm", "rms_norm"]
 
@@ -37,7 +41,7 @@ def _chunks(x, size):
     pad = -T % size
     if pad:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad))
-    return x.transpose(1, 2).unflatten(2, (-1, size))
+    return x.transpose(1, 2).unflatten(2, (-1, size)).contiguous()  # every product would copy a strided view anew
 
 
 def _chunk_masks(segment_ids, size):
@@ -94,7 +98,7 @@ def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, C, delta):
     q, k, v = _wide(q) * scale, _wide(k), _wide(v)
     real = same = None
     if g is not None:
-        g = (g.expand(v.shape[:3]) if g.ndim == 1 else g).to(v.dtype)
+        g = (g.expand(v.shape[:3]) if g.ndim == 1 else g).to(v.dtype).clamp(min=FORGOTTEN)
     if segment_ids is not None:  # padding: no write (k = 0), no decay (g = 0), no output
         real = segment_ids > 0
         k = k * real[..., None, None]
@@ -115,40 +119,121 @@ def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, C, delta):
         e, r = (opened, last) if e is None else (e * opened, r * last)
         e_end = keep.expand(*v.shape[:3], 1) if e_end is None else e_end * keep
     ke, qe, kr = (k, q, k) if e is None else (k * e, q * e, k * r)
-    krt = kr.transpose(-1, -2)
 
     # Scores between the tokens of a chunk, decayed.
     if g is None or g.ndim == 3:
-        gamma = pair.to(v.dtype)
-        if g is not None:
-            gamma = (G - G.transpose(-1, -2)).masked_fill(~pair, -torch.inf).exp()  # mask first: no inf * 0
-        kt = k.transpose(-1, -2)
-        qk, kk = (q @ kt) * gamma, (k @ kt) * gamma if delta else None
+        qk, kk = _Scores.apply(q, k, None if g is None else G, pair, delta)
     else:
         qk, kk = _channel_scores(q, k, G, pair), _channel_scores(k, k, G, pair) if delta else None
 
     S = v.new_zeros(*v.shape[:2], K, v.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
     if delta:
         beta = torch.ones_like(v[..., :1]) if beta is None else _chunks(beta.to(v.dtype)[..., None], C)
-        rhs = beta * torch.cat([ke, v], -1)
-        wu = torch.linalg.solve_triangular((beta * kk).tril(-1), rhs, upper=False, unitriangular=True)
-        W, U = wu.split([K, v.shape[-1]], dim=-1)
-        reads = torch.cat([W, qe], dim=-2)  # (B, H, N, 2C, K): both read the state, in one product
-        written, inter = [], []
-        for n in range(v.shape[2]):
-            x = reads[:, :, n] @ S
-            written.append(U[:, :, n] - x[:, :, :C])
-            inter.append(x[:, :, C:])
-            S = (S if e_end is None else S * e_end[:, :, n, :, None]) + krt[:, :, n] @ written[-1]
-        out = torch.stack(inter, 2) + qk @ torch.stack(written, 2)
+        out, S = _DeltaScan.apply(qk, beta * kk, ke, qe, kr, v, beta, e_end, S)
     else:
-        adds, states = krt @ v, []  # what each chunk writes does not depend on the state: only the sum is sequential
-        for n in range(v.shape[2]):
+        decays = [None] * v.shape[2] if e_end is None else e_end[..., None].unbind(2)
+        states = []  # what each chunk writes does not depend on the state: only the sum is sequential
+        for decay, add in zip(decays, (kr.transpose(-1, -2) @ v).unbind(2), strict=True):
             states.append(S)
-            S = (S if e_end is None else S * e_end[:, :, n, :, None]) + adds[:, :, n]
+            S = add + (S if decay is None else S * decay)
         out = qe @ torch.stack(states, 2) + qk @ v
     out = out.flatten(2, 3)[:, :, :T].transpose(1, 2)
     return (out if real is None else out * real[..., None, None]).to(dtype), S
+
+
+class _Scores(torch.autograd.Function):
+    """`Q K^T * Gamma` and, if asked for, `K K^T * Gamma`; `Gamma_ij = e^{G_i - G_j}` for the pairs (i, j) of a chunk, else 0.
+
+    q, k `(B, H, N, C, K)`, G `(B, H, N, C, 1)` or None (no decay). A backward of its own, since autograd keeps and fills three more
+    C x C tensors: dG = rowsum(D) - colsum(D) with D = dQK * QK + dKK * KK.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, G, pair, both):
+        gamma = pair.to(q.dtype) if G is None else (G - G.mT).masked_fill_(~pair, -torch.inf).exp_()  # masked first: no inf * 0
+        qk, kk = (q @ k.mT).mul_(gamma), (k @ k.mT).mul_(gamma) if both else None
+        ctx.save_for_backward(q, k, gamma, *(() if G is None else (qk, kk)))
+        return qk, kk
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dqk, dkk):
+        q, k, gamma, *scores = ctx.saved_tensors
+        dscore = dqk * gamma
+        dq, dk = dscore @ k, dscore.mT @ q
+        if dkk is not None:
+            torch.mul(dkk, gamma, out=dscore)
+            dk += dscore @ k
+            dk += dscore.mT @ k
+        if not scores:
+            return dq, dk, None, None, None
+        D = torch.mul(dqk, scores[0], out=dscore)
+        D = D if dkk is None else D.addcmul_(dkk, scores[1])
+        return dq, dk, D.sum(-1, keepdim=True) - D.sum(-2).unsqueeze(-1), None, None
+
+
+class _DeltaScan(torch.autograd.Function):
+    """The part of the chunked delta rule that is not elementwise, with its own backward.
+
+    Per chunk, A = (I + L)^-1:  R = V - Ke S,  Vn = A (beta R),  O = Qe S + P Vn,  S' = e_C S + Kr^T Vn. The backward differentiates
+    the solve implicitly: with X = A^T dVn, dL = -stril(X Vn^T), dV = beta X, dKe = -dV S^T. Left to autograd, the slices of every
+    chunk cost a zero-filled gradient of the whole tensor each: half the time at T = 1024, and quadratic in T.
+    qk, L `(B, H, N, C, C)`, ke, qe, kr `(B, H, N, C, K)`, v `(B, H, N, C, V)`, beta `(..., 1)`, e_end `(B, H, N, 1 or K)` or None.
+    """
+
+    @staticmethod
+    def forward(ctx, qk, L, ke, qe, kr, v, beta, e_end, S):
+        shape, (C, K) = v.shape, ke.shape[-2:]
+
+        def flat(x):  # (B, H, N, ., .) -> (B*H, N, ., .)
+            return x.reshape(-1, *x.shape[2:])
+
+        qk, L, ke, qe, kr, v, beta = map(flat, (qk, L, ke, qe, kr, v, beta))
+        S, decay = S.reshape(-1, K, shape[-1]), None if e_end is None else flat(e_end[..., None])
+        eye = torch.eye(C, dtype=v.dtype, device=v.device)
+        A = torch.linalg.solve_triangular(L.tril(-1), eye.expand_as(L), upper=False, unitriangular=True)
+        states, R, written, out = v.new_empty(v.shape[1], *S.shape), torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
+        for n in range(v.shape[1]):
+            states[n] = S
+            torch.sub(v[:, n], ke[:, n] @ S, out=R[:, n])
+            written[:, n] = A[:, n] @ (beta[:, n] * R[:, n])
+            out[:, n] = qe[:, n] @ S
+            S = torch.baddbmm(S if decay is None else S * decay[:, n], kr[:, n].mT, written[:, n])
+        out += qk @ written
+        ctx.save_for_backward(qk, A, ke, qe, kr, beta, decay, states, R, written)
+        ctx.lead = shape[:2]
+        return out.view(shape), S.view(*shape[:2], K, shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dS):
+        qk, A, ke, qe, kr, beta, decay, states, R, written = ctx.saved_tensors
+        do, dS = do.reshape(R.shape), dS.reshape(states.shape[1:])
+        dvn, qdo = qk.mT @ do, qe.mT @ do  # what does not depend on dS, for all chunks at once
+        X, dstates = torch.empty_like(R), torch.empty_like(states)
+        dbeta_R = torch.empty_like(R)
+        for n in reversed(range(R.shape[1])):
+            dstates[n] = dS
+            dvn[:, n].baddbmm_(kr[:, n], dS)
+            X[:, n] = A[:, n].mT @ dvn[:, n]
+            torch.mul(X[:, n], beta[:, n], out=dbeta_R[:, n])  # dV
+            dS = torch.baddbmm(qdo[:, n] if decay is None else qdo[:, n] + decay[:, n] * dS, ke[:, n].mT, dbeta_R[:, n], alpha=-1)
+            dS = dS if decay is not None else dS + dstates[n]
+        S, dSn = states.transpose(0, 1), dstates.transpose(0, 1)  # (B*H, N, K, V)
+        grads = (
+            do @ written.mT,
+            (X @ written.mT).neg_().tril_(-1),
+            (dbeta_R @ S.mT).neg_(),
+            do @ S.mT,
+            written @ dSn.mT,
+            dbeta_R,
+            (X * R).sum(-1, keepdim=True),
+        )
+        grads = [x.unflatten(0, ctx.lead) for x in grads]
+        de_end = (
+            None if decay is None else (S * dSn).sum(-1 if decay.shape[-2] > 1 else (-1, -2)).reshape(*ctx.lead, S.shape[1], -1)
+        )
+        return *grads, de_end, dS.unflatten(0, ctx.lead)
 
 
 @_full_precision
@@ -156,8 +241,8 @@ def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, se
     """`reference.delta_rule` in chunks of C tokens. With G the decay's running sum inside the chunk,
 
         L = stril(diag(beta) (K K^T) * Gamma),  Gamma_ij = exp(G_i - G_j),  e_i = exp(G_i),  r_i = exp(G_C - G_i)
-        [W | U] = (I + L)^-1 diag(beta) [e*K | V]          (a triangular solve: exact for correlated keys too)
-        Vn = U - W S,  O = scale (e * (Q S) + (Q K^T * Gamma) Vn),  S' = e_C S + (r*K)^T Vn
+        Vn = (I + L)^-1 diag(beta) (V - (e*K) S)           (a triangular solve: exact for correlated keys too)
+        O = scale (e * (Q S) + (Q K^T * Gamma) Vn),  S' = e_C S + (r*K)^T Vn
 
     Memory O(T (K + V + C) + T K V / C), and 16 T K more with decays per channel. Yang et al. 2406.06484 (WY), 2412.06464 (decay).
     """
@@ -292,6 +377,11 @@ def _keep_one(pairs, length, keep_first=0):
         )
 
 
+def _filled(longest, x):
+    """The part of a cache to read: what can be filled. All of it on CUDA, where cuDNN plans anew for every shape (67 ms a token)."""
+    return slice(None if longest is None or x.is_cuda else longest)
+
+
 def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, window=None, keep_first=0, sinks=None, scale=None, longest=None):
     """`reference.softmax_attention_step`; a single token is written first, so that the caches need not be copied."""
     if q.shape[1] > 1:
@@ -299,7 +389,7 @@ def softmax_attention_step(q, k, v, *, k_cache, v_cache, length, window=None, ke
             q, k, v, k_cache=k_cache, v_cache=v_cache, length=length, window=window, keep_first=keep_first, sinks=sinks, scale=scale
         )
     _keep_one(((k_cache, k), (v_cache, v)), length, keep_first)
-    read = slice(None if longest is None else longest)
+    read = _filled(longest, q)
     position = cache_positions(length + 1, k_cache.shape[1], keep_first)[:, read]
     mask = position >= 0
     if window is not None:
@@ -370,7 +460,7 @@ def sparse_attention_step(
             scale=scale,
         )
     _keep_one(((k_cache, k), (v_cache, v), (index_cache, index_k)), length)
-    read = slice(None if longest is None else longest)
+    read = _filled(longest, q)
     position = cache_positions(length + 1, k_cache.shape[1])[:, read]
     distance = torch.where(position >= 0, length[:, None] - position, -1)[:, None]
     index, seen = _top_k_indices(indexer_scores(index_q, index_cache[:, read], index_w), distance, top_k, local)
