@@ -195,7 +195,7 @@ class _DeltaScan(torch.autograd.Function):
         states, R, written, out = v.new_empty(v.shape[1], *S.shape), torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
         for n in range(v.shape[1]):
             states[n] = S
-            torch.sub(v[:, n], ke[:, n] @ S, out=R[:, n])
+            R[:, n] = torch.baddbmm(v[:, n], ke[:, n], S, alpha=-1)
             written[:, n] = A[:, n] @ (beta[:, n] * R[:, n])
             out[:, n] = qe[:, n] @ S
             S = torch.baddbmm(S if decay is None else S * decay[:, n], kr[:, n].mT, written[:, n])
@@ -210,23 +210,22 @@ class _DeltaScan(torch.autograd.Function):
         qk, A, ke, qe, kr, beta, decay, states, R, written = ctx.saved_tensors
         do, dS = do.reshape(R.shape), dS.reshape(states.shape[1:])
         dvn, qdo = qk.mT @ do, qe.mT @ do  # what does not depend on dS, for all chunks at once
-        X, dstates = torch.empty_like(R), torch.empty_like(states)
-        dbeta_R = torch.empty_like(R)
+        X, dv, dstates = torch.empty_like(R), torch.empty_like(R), torch.empty_like(states)
         for n in reversed(range(R.shape[1])):
             dstates[n] = dS
             dvn[:, n].baddbmm_(kr[:, n], dS)
             X[:, n] = A[:, n].mT @ dvn[:, n]
-            torch.mul(X[:, n], beta[:, n], out=dbeta_R[:, n])  # dV
-            dS = torch.baddbmm(qdo[:, n] if decay is None else qdo[:, n] + decay[:, n] * dS, ke[:, n].mT, dbeta_R[:, n], alpha=-1)
+            dv[:, n] = X[:, n] * beta[:, n]
+            dS = torch.baddbmm(qdo[:, n] if decay is None else qdo[:, n] + decay[:, n] * dS, ke[:, n].mT, dv[:, n], alpha=-1)
             dS = dS if decay is not None else dS + dstates[n]
         S, dSn = states.transpose(0, 1), dstates.transpose(0, 1)  # (B*H, N, K, V)
         grads = (
             do @ written.mT,
             (X @ written.mT).neg_().tril_(-1),
-            (dbeta_R @ S.mT).neg_(),
+            (dv @ S.mT).neg_(),
             do @ S.mT,
             written @ dSn.mT,
-            dbeta_R,
+            dv,
             (X * R).sum(-1, keepdim=True),
         )
         grads = [x.unflatten(0, ctx.lead) for x in grads]

@@ -80,8 +80,9 @@ def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, delta):
     K = q.shape[-1]
     scale = K**-0.5 if scale is None else scale
     state = v.new_zeros(B, H, K, V) if initial_state is None else initial_state.to(v.dtype)
-    if g is not None and g.ndim == 3:
-        g = g[..., None]  # (B, T, H, 1): one decay for all key channels
+    if g is not None:
+        g = g.to(torch.promote_types(g.dtype, v.dtype))
+        g = g[..., None] if g.ndim == 3 else g  # (B, T, H, 1): one decay for all key channels
     run, valid = (None, None) if segment_ids is None else segment_runs(segment_ids)
     outs = []
     for t in range(T):
