@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -293,7 +293,7 @@ class Attention(Mixer):
 
     `swa` is the same with a window: token i reads j with 0 <= i - j < window, and the document's first `keep_first` tokens. `sinks`
     adds a learned logit per head that takes attention and gives nothing (GPT-OSS); `gate` is Qwen3-Next's (2505.06708).
-    `rope=partial` rotates the first `rope_fraction` of each head.
+    `rope=partial` rotates the first `rope_fraction` of each head; `qk_norm=full` normalises all heads together (OLMo).
     """
 
     operators = ("softmax_attention",)
@@ -310,7 +310,7 @@ class Attention(Mixer):
         rope: Literal["full", "partial", "none"] = "full",
         rope_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25,
         rope_theta: Annotated[float, Field(gt=0)] | None = None,
-        qk_norm: bool = True,
+        qk_norm: bool | Literal["full"] = True,
         gate: bool = False,
         window: Positive | None = None,
         keep_first: Annotated[int, Field(ge=0)] = 0,
@@ -332,15 +332,18 @@ class Attention(Mixer):
         self.split = rows if gate else rows[:3]
         self.qkv_proj = nn.Linear(config.n_embd, sum(self.split), bias=config.bias)
         self.out_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.bias)
-        self.q_norm, self.k_norm = (make_norm(config, self.D) if qk_norm else nn.Identity() for _ in range(2))
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm, self.k_norm = (make_norm(config, self.D * (h if qk_norm == "full" else 1)) for h in (self.H, self.Hk))
         self.sinks = nn.Parameter(torch.zeros(self.H)) if sinks else None
         self.window, self.keep_first = window, keep_first
 
     def mix(self, x, *, segment_ids, positions, state, aux):
         B, T, _ = x.shape
         q, k, v, *gate = self.qkv_proj(x).split(self.split, dim=-1)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "full" else (q, k)
         q, k, v = q.view(B, T, self.H, self.D), k.view(B, T, self.Hk, self.D), v.view(B, T, self.Hk, self.D)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm is True else (q, k)
         if self.rope_dim:
             q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
         y = self.attend(x, q, k, v, positions, segment_ids, state).reshape(B, T, -1)
@@ -422,7 +425,7 @@ class SparseAttention(Attention):
         rope: Literal["full", "partial", "none"] = "full",
         rope_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25,
         rope_theta: Annotated[float, Field(gt=0)] | None = None,
-        qk_norm: bool = True,
+        qk_norm: bool | Literal["full"] = True,
         gate: bool = False,
         top_k: Positive = 256,
         local: Annotated[int, Field(ge=0)] = 16,
@@ -480,6 +483,84 @@ class SparseAttention(Attention):
         return reads + (T * self.J * self.d if self.mode == "sparse" else 0)  # the indexer scores every pair
 
 
+@mixer("mla")
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2 2405.04434): keys and values of all heads come from one small latent per token.
+
+        c = norm(x W_c);  k_h = [c W_k,h | rope(x W_r)];  v_h = c W_v,h;  q_h = [x W_q,h | rope(x W_q',h)]
+
+    `q_rank` gives the queries a latent of their own. `rope=none` leaves the shared part unrotated (Kimi Linear). The cache holds the
+    latents, `kv_rank + rope_dim` per token: against it W_k is applied to the queries and W_v to what they read.
+    """
+
+    no_decay = ()
+
+    def __init__(
+        self,
+        config,
+        layer,
+        *,
+        n_head: Positive | None = None,
+        kv_rank: Positive = 64,
+        q_rank: Positive | None = None,
+        nope_dim: Positive = 32,
+        rope_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16,
+        v_dim: Positive = 32,
+        rope: Literal["full", "none"] = "full",
+        rope_theta: Annotated[float, Field(gt=0)] | None = None,
+        norm_eps: Annotated[float, Field(gt=0)] | None = None,
+    ):
+        Mixer.__init__(self)
+        self.H, self.R, self.nope, self.V = n_head or config.n_head, kv_rank, nope_dim, v_dim
+        self.split, self.rope, self.theta = [kv_rank, rope_dim], rope == "full", rope_theta or config.rope_theta
+        self.window, self.keep_first, self.dropout, eps = None, 0, config.dropout, norm_eps or config.norm_eps
+        queries = self.H * (nope_dim + rope_dim)
+        self.q_a_proj = nn.Linear(config.n_embd, q_rank, bias=config.bias) if q_rank else None
+        self.q_a_norm = RMSNorm(q_rank, eps) if q_rank else None
+        self.q_proj = nn.Linear(q_rank or config.n_embd, queries, bias=False)
+        self.kv_a_proj = nn.Linear(config.n_embd, kv_rank + rope_dim, bias=config.bias)
+        self.kv_a_norm = RMSNorm(kv_rank, eps)
+        self.kv_b_proj = nn.Linear(kv_rank, self.H * (nope_dim + v_dim), bias=False)  # per head: W_k, W_v
+        self.out_proj = nn.Linear(self.H * v_dim, config.n_embd, bias=config.bias)
+
+    def mix(self, x, *, segment_ids, positions, state, aux):
+        B, T, _ = x.shape
+        q = self.q_proj(x if self.q_a_proj is None else self.q_a_norm(self.q_a_proj(x))).view(B, T, self.H, -1)
+        latent, shared = self.kv_a_proj(x).split(self.split, dim=-1)
+        latent, shared = self.kv_a_norm(latent), shared[:, :, None]
+        q, q_shared = q.split([self.nope, self.split[1]], dim=-1)
+        if self.rope:
+            q_shared, shared = (rotary(u, positions, self.theta, self.split[1]) for u in (q_shared, shared))
+        scale = (self.nope + self.split[1]) ** -0.5
+        if state is None:
+            k, v = self.kv_b_proj(latent).view(B, T, self.H, -1).split([self.nope, self.V], dim=-1)
+            q, k = torch.cat([q, q_shared], -1), torch.cat([k, shared.expand(-1, -1, self.H, -1)], -1)
+            dropout_p = self.dropout if self.training else 0.0
+            o = kernels.softmax_attention(q, k, v, scale=scale, segment_ids=segment_ids, dropout_p=dropout_p)
+            return self.out_proj(o.reshape(B, T, -1))
+        per_head = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R)
+        w_k, w_v = per_head.split([self.nope, self.V], dim=1)
+        q = torch.cat([torch.einsum("bthn,hnr->bthr", q, w_k), q_shared], -1)  # against latents: one key head for all
+        k = torch.cat([latent[:, :, None], shared], -1)
+        v = k[..., : self.R]
+        self.reserve(state, T)
+        if T == 1 and segment_ids is None:
+            caches, longest = {"k_cache": state.k, "v_cache": state.k[..., : self.R]}, state.longest + 1
+            o = kernels.softmax_attention_step(q, k, v, scale=scale, length=state.length, longest=longest, **caches)
+        else:
+            past = self.past(state, "k", "k")
+            past = None if past is None else (past[0], past[1][..., : self.R], *past[2:])
+            o = kernels.softmax_attention(q, k, v, scale=scale, past=past, segment_ids=segment_ids)
+            self.append(state, segment_ids, k=k)
+        return self.out_proj(torch.einsum("bthr,hvr->bthv", o, w_v).reshape(B, T, -1))
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        return State(batch, device, k=torch.zeros(batch, max_len, 1, sum(self.split), device=device, dtype=dtype))
+
+    def flops(self, T):
+        return (T + 1) * self.H * (self.nope + self.split[1] + self.V)
+
+
 FEATURE_MAPS = {"elu1": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu, "identity": lambda x: x}
 
 
@@ -513,11 +594,12 @@ class LinearAttention(Mixer):
         norm: Literal["head", "all"] = "head",
         gate: Literal["none", "silu", "sigmoid"] = "none",
         scale: Annotated[float, Field(gt=0)] | None = None,
+        norm_eps: Annotated[float, Field(gt=0)] | None = None,
     ):
         super().__init__()
         self.H = n_head or config.n_head
         self.K = head_dim or config.head_dim or config.n_embd // self.H
-        self.V, self.normalize, self.scale, self.eps = expand_v * self.K, normalize, scale, config.norm_eps
+        self.V, self.normalize, self.scale, self.eps = expand_v * self.K, normalize, scale, norm_eps or config.norm_eps
         self.f, self.f_v = FEATURE_MAPS[feature_map], FEATURE_MAPS[value_map]
         if normalize and feature_map in ("silu", "identity"):
             raise ConfigError(
@@ -534,7 +616,7 @@ class LinearAttention(Mixer):
         self.split = [keys, keys, values, values] if gate != "none" else [keys, keys, values]  # q, k, v, gate
         self.in_proj = nn.Linear(config.n_embd, sum(self.split), bias=config.bias)
         self.out_proj = nn.Linear(values, config.n_embd, bias=config.bias)
-        self.norm = None if normalize else RMSNorm(self.V if norm == "head" else values, config.norm_eps)
+        self.norm = None if normalize else RMSNorm(self.V if norm == "head" else values, self.eps)
         self.norm_all, self.gate = norm == "all", gate
         h = torch.arange(self.H, dtype=torch.float64)
         g = {
@@ -604,6 +686,7 @@ class DeltaRule(Mixer):
         low_rank: bool = False,
         neg_eigval: bool = False,
         steps: Positive = 1,
+        norm_eps: Annotated[float, Field(gt=0)] | None = None,
     ):
         super().__init__()
         self.H = n_head or config.n_head
@@ -616,7 +699,7 @@ class DeltaRule(Mixer):
             raise ConfigError("conv=1 sees the current token only: use at least 2, or 0 for no convolution")
         if low_rank and decay == "head":
             raise ConfigError("low_rank=true goes with decay=channel or none: a decay per head is as small as it can be")
-        self.beta_max, self.eps, self.steps = 2.0 if neg_eigval else 1.0, config.norm_eps, steps
+        self.beta_max, self.eps, self.steps = 2.0 if neg_eigval else 1.0, norm_eps or config.norm_eps, steps
         self.decay, self.gate, self.low_rank = decay, gate, low_rank
         keys, values = self.Hk * self.K, self.H * self.V
         self.split = [keys, steps * keys, steps * values]  # q, k, v
@@ -632,7 +715,7 @@ class DeltaRule(Mixer):
             self.f_b_proj = nn.Linear(self.K, decays, bias=False) if low_rank else nn.Identity()
         if low_rank and gate != "none":
             self.g_a_proj, self.g_b_proj = nn.Linear(config.n_embd, self.K, bias=False), nn.Linear(self.K, values, bias=False)
-        self.norm = RMSNorm(self.V, config.norm_eps)
+        self.norm = RMSNorm(self.V, self.eps)
         self.out_proj = nn.Linear(values, config.n_embd, bias=config.bias)
 
     def reset_parameters(self):
@@ -825,7 +908,7 @@ def build_mixer(spec, config, layer):
     known, options, problems = options_of(cls), dict(preset), []
     for key, value in spec.options.items():
         if key not in known:
-            problems.append(f"{spec.name}({key}=...): no such option (possible: {', '.join([*known, 'ffn'])})")
+            problems.append(f"{spec.name}({key}=...): no such option (possible: {', '.join([*known, *BlockOptions.model_fields])})")
             continue
         if value is None and "none" in get_args(known[key].annotation):
             value = "none"  # the grammar reads the word as None
@@ -848,32 +931,64 @@ def register_from(path):
     runpy.run_path(path)
 
 
+class BlockOptions(BaseModel):
+    """What any pattern item may say beside its mixer's own options."""
+
+    model_config = ConfigDict(extra="forbid")
+    ffn: Literal["swiglu", "gelu", "relu2", "none"]
+    residual: Literal["pre", "post", "sandwich", "normed"]
+    alpha: float = 1.0
+    beta: float = 1.0
+    ffn_alpha: float = 1.0
+    ffn_beta: float = 1.0
+
+
 class Block(nn.Module):
-    """`x += mixer(norm(x)); x += ffn(norm(x))`; either part may be absent (`mlp` has no mixer, `ffn=none` no FFN)."""
+    """A mixer and a feed-forward network f, each with its residual; either may be absent (`mlp` has no mixer, `ffn=none` no FFN).
+
+    pre: `x + f(norm(x))`; post (OLMo 2): `x + norm(f(x))`; sandwich (Gemma): `x + norm(f(norm(x)))`; normed (MiniMax-01, DeepNorm):
+    `alpha h + beta f(h)` with `h = norm(x)`.
+    """
 
     def __init__(self, config, spec, layer):
         super().__init__()
-        options = dict(spec.options)
-        ffn = options.pop("ffn", config.ffn)
-        ffn = "none" if ffn is None else ffn
-        if ffn not in (*FFNS, "none"):
-            raise ConfigError(f"{spec.name}(ffn={ffn}): choose one of {', '.join([*FFNS, 'none'])}")
-        if spec.name == "mlp" and (options or ffn == "none"):
-            raise ConfigError(f"layer {layer}: mlp is an FFN alone, it takes no option but ffn=NAME")
-        self.mixer = None if spec.name == "mlp" else build_mixer(LayerSpec(spec.name, options), config, layer)
-        self.ffn = None if ffn == "none" else FFNS[ffn](config)
+        mine = {n: "none" if v is None else v for n, v in spec.options.items() if n in BlockOptions.model_fields}
+        try:
+            o = BlockOptions(**{"ffn": config.ffn, "residual": config.residual, **mine})
+        except ValidationError as e:
+            raise ConfigError([f"{spec.name}({p['loc'][0]}={p['input']}): {p['msg'].lower()}" for p in e.errors()]) from e
+        rest = {n: v for n, v in spec.options.items() if n not in mine}
+        if spec.name == "mlp" and (rest or o.ffn == "none"):
+            raise ConfigError(f"layer {layer}: mlp is an FFN alone, it takes no option but {', '.join(BlockOptions.model_fields)}")
+        if o.residual != "normed" and (scaled := {"alpha", "beta", "ffn_alpha", "ffn_beta"} & set(mine)):
+            raise ConfigError(f"{spec.name}: {', '.join(sorted(scaled))} has no effect without residual=normed")
+        self.residual, self.scales = o.residual, ((o.alpha, o.beta), (o.ffn_alpha, o.ffn_beta))
+        self.mixer = None if spec.name == "mlp" else build_mixer(LayerSpec(spec.name, rest), config, layer)
+        self.ffn = None if o.ffn == "none" else FFNS[o.ffn](config)
         self.mixer_norm = None if self.mixer is None else make_norm(config, config.n_embd)
         self.ffn_norm = None if self.ffn is None else make_norm(config, config.n_embd)
+        if o.residual == "sandwich":
+            self.mixer_out_norm = None if self.mixer is None else make_norm(config, config.n_embd)
+            self.ffn_out_norm = None if self.ffn is None else make_norm(config, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, **context):
         if self.mixer is not None:
-            x = x + self.dropout(self.mixer(self.mixer_norm(x), **context))
+            x = self.add(x, self.mixer, self.mixer_norm, getattr(self, "mixer_out_norm", None), self.scales[0], context)
         elif context["state"] is not None:
             context["state"].advance(x.shape[1], context["segment_ids"])
         if self.ffn is not None:
-            x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+            x = self.add(x, self.ffn, self.ffn_norm, getattr(self, "ffn_out_norm", None), self.scales[1], {})
         return x
+
+    def add(self, x, f, norm, out_norm, scales, context):
+        if self.residual == "post":
+            return x + self.dropout(norm(f(x, **context)))
+        h = norm(x)
+        y = f(h, **context)
+        if self.residual == "normed":
+            return scales[0] * h + scales[1] * self.dropout(y)
+        return x + self.dropout(y if out_norm is None else out_norm(y))
 
 
 class Output(NamedTuple):

@@ -70,6 +70,9 @@ class ModelConfig(Settings):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
     bias: bool = Field(False, description="biases in the linear layers")
     ffn: Literal["swiglu", "gelu", "relu2"] = Field("swiglu", description="feed-forward network of a layer")
+    residual: Literal["pre", "post", "sandwich", "normed"] = Field(
+        "pre", description="where the norms are: before, after, on both sides, or on the residual stream itself"
+    )
     n_ffn: int | None = Field(None, ge=1, description="FFN width; none: 4 n_embd, swiglu 8/3 n_embd up to a multiple of 64")
     norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = Field(
         "rmsnorm", description="normalisation; rmsnorm1p multiplies by 1 + w"
@@ -105,7 +108,7 @@ class ModelConfig(Settings):
 class TrainConfig(ModelConfig):
     """training"""
 
-    out_dir: str = Field("out/run", min_length=1, description="run folder: checkpoints and metrics")
+    out_dir: str | None = Field(None, min_length=1, description="run folder; none: out/run-1, or the next number free")
     overwrite: bool = Field(False, description="replace the run that out_dir holds")
     dataset: str = Field("sotu", min_length=1, description="folder under data/ that holds the token files")
     init_from: str = Field("scratch", min_length=1, description="scratch, gpt2*, or a checkpoint folder to start from")

@@ -377,7 +377,7 @@ def _keep_one(pairs, length, keep_first=0):
 
 
 def _filled(longest, x):
-    """The part of a cache to read: what can be filled. All of it on CUDA, where cuDNN plans anew for every shape (67 ms a token)."""
+    """The part of a cache to read: what is filled; on CUDA all of it, since cuDNN plans anew for every shape (67 ms a token)."""
     return slice(None if longest is None or x.is_cuda else longest)
 
 

@@ -254,7 +254,7 @@ def softmax_attention(q, k, v, *, scale=None, window=None, keep_first=0, sinks=N
     ids = torch.ones(B, T, dtype=torch.int32, device=q.device) if segment_ids is None else segment_ids
     run, valid = segment_runs(ids)
     position = document_positions(ids, None if past is None else past[3])
-    out = torch.zeros_like(q)
+    out = q.new_zeros(B, T, H, v.shape[-1])
     for b in range(B):
         for t in range(T):
             if not valid[b, t]:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def _seed_and_threads():
 
 @pytest.fixture
 def root():
-    return Path(__file__).resolve().parent.parent
+    return ROOT
 
 
 def from_transformers(*names):

@@ -1,0 +1,18 @@
+"""OLMo-Hybrid: three Gated DeltaNet layers with negative eigenvalues to one of attention normed after, OLMo 2's way."""
+
+layers = "gdn(neg_eigval=true, head_dim=96, value_head_dim=192)*3 attn(residual=post, qk_norm=full)"
+n_head = 6
+
+n_layer = 12
+n_embd = 768
+vocab_size = 50304
+block_size = 1024
+n_ffn = 1696  # chosen so that the parameters match the other recipes of this folder
+
+batch_size = 32
+gradient_accumulation_steps = 16  # 524,288 tokens a step
+learning_rate = 1e-3
+warmup_iters = 700
+max_iters = 19073  # 10 billion tokens
+eval_interval = 500
+eval_iters = 50
