@@ -191,6 +191,18 @@ def test_delta_rule_correlated_keys_in_fp32(beta_max):
     assert relative_error(out.double(), want) < 1e-4 and relative_error(state.double(), want_state) < 1e-4
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_strong_decays_cost_no_precision_in_fp32(per_channel):
+    """A token that forgets everything adds thousands to the running sums of its chunk; its neighbours must not lose digits to it."""
+    inputs = delta_inputs(2, 128, 2, 2, 16, 16, "mild", per_channel=per_channel)
+    inputs["g"] = torch.where(torch.rand_like(inputs["g"]) < 0.2, -2000.0, inputs["g"])
+    want = reference.delta_rule(**inputs)[0]
+    assert relative_error(eager.delta_rule(**{n: x.float() for n, x in inputs.items()})[0].double(), want) < 2e-5
+    linear = {n: inputs[n] for n in "qkvg"}
+    want = reference.linear_attention(**linear)[0]
+    assert relative_error(eager.linear_attention(**{n: x.float() for n, x in linear.items()})[0].double(), want) < 2e-5
+
+
 def test_delta_rule_stays_fp32_inside_autocast():
     inputs = {n: x.float() for n, x in delta_inputs(1, 70, 2, 2, 16, 16, "mild").items()}
     want, want_state = eager.delta_rule(**inputs)

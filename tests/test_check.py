@@ -1,0 +1,270 @@
+"""The exam: every mixer passes it, and mixers that are wrong in one way fail the check that looks there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+import check
+import kernels
+import model
+from configurator import ConfigError
+from model import Mixer, State, recur
+
+TOY = '''
+import torch
+import torch.nn as nn
+from model import Mixer, State, mixer
+
+
+@mixer("running_mean")
+class RunningMean(Mixer):
+    """y_t = W mean(x_1 .. x_t), of all documents alike."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def mix(self, x, *, segment_ids, positions, state, aux):
+        return self.proj(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        return State(batch, device)
+'''
+
+
+class Toy(Mixer):
+    """A sound mixer to spoil: a convolution, linear attention with a gate, and their states."""
+
+    operators = ("causal_conv1d", "linear_attention")
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.d = config.n_embd
+        self.proj = nn.Linear(self.d, 4 * self.d)
+        self.conv_weight = nn.Parameter(torch.randn(3 * self.d, 3))
+
+    def mix(self, x, *, segment_ids, positions, state, aux):
+        x, gate = self.proj(x).split([3 * self.d, self.d], -1)
+        x = recur("causal_conv1d", x, self.conv_weight, state=self.conv_state(state), segment_ids=segment_ids)
+        q, k, v = (u.unflatten(-1, (4, -1)) for u in x.chunk(3, -1))
+        g = torch.linspace(-0.5, -0.01, 4, device=x.device)
+        y = recur(
+            "linear_attention", q, k, v, g, state=None if state is None else state.recurrent, segment_ids=segment_ids
+        )
+        return y.flatten(-2) * self.activate(gate)
+
+    def conv_state(self, state):
+        return None if state is None else state.conv
+
+    def activate(self, gate):
+        return gate.sigmoid()
+
+    def init_state(self, batch, max_len, device=None, dtype=None):
+        conv = torch.zeros(batch, 2, 3 * self.d, device=device, dtype=dtype)
+        return State(batch, device, conv=conv, recurrent=model.zeros_wide(batch, 4, 16, 16, device=device, dtype=dtype))
+
+
+class LooksAhead(Toy):
+    def mix(self, x, **context):
+        return super().mix(x, **context) + torch.roll(x, -1, 1)
+
+
+class AddsTheMeanOfItsChunk(Toy):
+    def mix(self, x, **context):
+        means = torch.cat([c.mean(1, keepdim=True).expand_as(c) for c in x.split(16, 1)], 1)
+        return super().mix(x, **context) + means
+
+
+class NormalisesOverTime(Toy):
+    def mix(self, x, **context):
+        y = super().mix(x, **context)
+        return y / y.norm(dim=1, keepdim=True)
+
+
+class IgnoresItsInput(Toy):
+    def mix(self, x, *, positions, **context):
+        return positions[..., None].to(x.dtype).expand_as(x) + 0 * x
+
+
+class LeaksAcrossDocuments(Toy):
+    def mix(self, x, *, segment_ids, state, **context):
+        return super().mix(x, segment_ids=None if state is None else segment_ids, state=state, **context)
+
+
+class LeaksAFewMillionths(Toy):
+    def mix(self, x, *, segment_ids, state, **context):
+        y = super().mix(x, segment_ids=segment_ids, state=state, **context)
+        if state is not None or segment_ids is None:
+            return y
+        return y + 1e-6 * super().mix(x, segment_ids=(segment_ids > 0).int(), state=None, **context)
+
+
+class ForgetsItsConvolution(Toy):
+    def conv_state(self, state):
+        return None if state is None else state.conv.clone()
+
+
+class ReadsPadding(Toy):
+    def mix(self, x, *, segment_ids, state, **context):
+        if state is not None and segment_ids is not None:
+            segment_ids = torch.where(segment_ids > 0, segment_ids, segment_ids.amax(1, keepdim=True).clamp(min=1))
+        return super().mix(x, segment_ids=segment_ids, state=state, **context)
+
+
+class MixesRows(Toy):
+    def mix(self, x, **context):
+        y = super().mix(x, **context)
+        return y + 1e-3 * y.mean(0, keepdim=True)
+
+
+class Overflows(Toy):
+    def activate(self, gate):
+        return gate.exp() / (1 + gate.exp())
+
+
+class LosesPrecision(Toy):
+    def activate(self, gate):
+        return (gate.bfloat16().float() if gate.dtype == torch.float32 else gate).sigmoid()
+
+
+class DisagreesWithTheReference(Toy):
+    def mix(self, x, **context):
+        y = super().mix(x, **context)
+        return y if kernels.backend_of("linear_attention", "cpu") == "reference" else y * (1 + 1e-6)
+
+
+class TakesGradientsWithAState(Toy):
+    def forward(self, x, *, state=None, **context):
+        with torch.set_grad_enabled(state is None and torch.is_grad_enabled()):
+            return super().forward(x, state=state, **context)
+
+
+class CountsWrongly(Toy):
+    def flops(self, T):
+        return 1e6 / T
+
+    def state_bytes(self, batch, T, dtype=torch.bfloat16):
+        return 0
+
+
+class Crashes(Toy):
+    def flops(self, T):
+        return [][T]
+
+
+# for each the groups that have to fail, and no others
+ANY_STATE = {"splits", "ragged", "state", "cache"}
+BROKEN = {
+    LooksAhead: {"causal", "packed"} | ANY_STATE,
+    AddsTheMeanOfItsChunk: {"causal", "packed"} | ANY_STATE,
+    NormalisesOverTime: {"causal", "packed"} | ANY_STATE,
+    IgnoresItsInput: {"causal"},
+    LeaksAcrossDocuments: {"packed"},
+    LeaksAFewMillionths: {"packed"},
+    ForgetsItsConvolution: ANY_STATE,
+    ReadsPadding: {"ragged"},
+    MixesRows: {"splits", "packed", "ragged", "state"},
+    Overflows: {"packed", "stress"},  # of large inputs, and large padding
+    LosesPrecision: {"fp32", "stress"},
+    DisagreesWithTheReference: {"lengths", "gradient"},
+    TakesGradientsWithAState: {"state"},
+    CountsWrongly: {"costs"},
+    Crashes: {"costs"},
+}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A function that registers a class as `toy`, for the length of a test."""
+    monkeypatch.setattr(model, "MIXERS", dict(model.MIXERS))
+    return model.mixer("toy")
+
+
+@pytest.mark.parametrize("item", check.all_items())
+def test_every_mixer_passes(item):
+    report = check.examine(item, small=True)
+    assert report.ok, "\n".join(report.failures)
+    assert set(report.errors) == set(check.LIMITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", check.all_items())
+def test_every_mixer_passes_in_full(item):
+    report = check.examine(item)
+    assert report.ok, "\n".join(report.failures)
+
+
+def test_the_sound_toy_passes(toy):
+    toy(Toy)
+    assert check.examine("toy", small=True).failures == []
+
+
+@pytest.mark.parametrize("cls, groups", BROKEN.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_a_broken_mixer_fails(toy, cls, groups):
+    toy(cls)
+    report = check.examine("toy", small=True)
+    assert {line.partition(":")[0] for line in report.failures} == groups, "\n".join(report.failures)
+
+
+def test_a_failure_names_place_error_and_limit(toy):
+    toy(LooksAhead)
+    first = check.examine("toy", small=True).failures[0]
+    assert first.startswith("causal: outputs up to t=0 when later inputs change: error ") and first.endswith(
+        "limit 0e+00"
+    )
+    toy(Crashes)
+    (line,) = check.examine("toy", small=True).failures
+    assert line.startswith("costs: IndexError at test_check.py:")
+
+
+def test_the_exam_leaves_the_generator_alone():
+    before = torch.random.get_rng_state()
+    check.examine("linear", small=True)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["gdm"], "did you mean 'gdn'"),
+        (["gdn(window=3)"], "no such option"),
+        (["gdn("], "missing"),
+        (["mlp"], "the exam is of mixers alone"),
+        (["nowhere.py"], "no such file"),
+        (["--small"], "there are no flags"),
+    ],
+)
+def test_bad_arguments(argv, says):
+    with pytest.raises(ConfigError, match=says):
+        check.main(argv)
+
+
+def run(root, *argv):
+    return subprocess.run([sys.executable, "check.py", *map(str, argv)], cwd=root, capture_output=True, text=True)
+
+
+def test_command_line(root, tmp_path):
+    done = run(root, "linear*2 swa(window=5)")
+    head, *rows, limits = done.stdout.splitlines()
+    assert done.returncode == 0 and done.stderr == ""
+    assert head.split() == ["result", *check.LIMITS, "seconds"]
+    assert [row.split()[:2] for row in rows] == [["linear", "ok"], ["swa(window=5)", "ok"]]
+    assert limits.split() == ["limit", *(f"{limit:.0e}" for limit in check.LIMITS.values())]
+
+
+def test_command_line_with_a_file(root, tmp_path):
+    path, empty = tmp_path / "mine.py", tmp_path / "empty.py"
+    path.write_text(TOY)
+    empty.write_text("")
+    done = run(root, path)
+    assert done.returncode == 1
+    assert "running_mean   FAILED" in done.stdout
+    assert "running_mean: packed: gates as they are: error " in done.stdout
+    done = run(root, path, "runing_mean")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "error: unknown mixer 'runing_mean' in layers: did you mean 'running_mean'?" in done.stderr
+    with pytest.raises(ConfigError, match="nothing to examine"):
+        check.main([str(empty)])
