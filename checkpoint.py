@@ -3,8 +3,8 @@
     out/run/metrics.jsonl                 one JSON line per log and evaluation
     out/run/last, out/run/best            one line each: the name of a checkpoint folder
     out/run/step-000400/model.safetensors       weights by parameter name (a tied head is the embedding, not stored)
-                        optimizer.safetensors   moments as state.<parameter>.<moment>
-                        generators.safetensors  random generators
+                        optimizer.safetensors   moments as state.<parameter>.<moment>; not where a model was converted
+                        generators.safetensors  random generators; likewise
                         meta.json               settings and where each came from, counters, loader, hashes
                         tokenizer.json
                         COMPLETE                size and SHA-256 of each file above: the checkpoint is valid when this exists
@@ -64,8 +64,11 @@ def _names(run):
     return ", ".join(p.name for p in _valid(run)) or "(none)"
 
 
-def save(run, step, *, model, optimizer, generators, meta, tokenizer, keep_last, best=False):
-    """Write a checkpoint, point `last` (and `best`) at it, drop older ones beyond `keep_last`. Returns its folder."""
+def save(run, step, *, model, optimizer=None, generators=None, meta, tokenizer, keep_last, best=False):
+    """Write a checkpoint, point `last` (and `best`) at it, drop older ones beyond `keep_last`. Returns its folder.
+
+    Without optimizer and generators it holds weights alone: a model to start from, not a run to resume.
+    """
     run = Path(run)
     folder = run / f"step-{step:06d}"
     if not is_valid(folder):
@@ -73,8 +76,9 @@ def save(run, step, *, model, optimizer, generators, meta, tokenizer, keep_last,
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, beside / "model.safetensors")
-        save_file(_moments(model, optimizer), beside / "optimizer.safetensors")
-        save_file(generators, beside / "generators.safetensors")
+        if optimizer is not None:
+            save_file(_moments(model, optimizer), beside / "optimizer.safetensors")
+            save_file(generators, beside / "generators.safetensors")
         (beside / "meta.json").write_text(json.dumps(meta, indent=1))
         tokenizer.save(beside / "tokenizer.json")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(beside.iterdir())}
@@ -145,8 +149,8 @@ def read_meta(folder):
     return json.loads((folder / "meta.json").read_text())
 
 
-def load_weights(model, folder):
-    """Copy the saved weights into `model`; ConfigError lists what is missing, left over or of another shape."""
+def read_weights(model, folder):
+    """The saved weights by name, as stored; ConfigError lists what is missing for `model`, left over or of another shape."""
     try:
         saved = load_file(folder / "model.safetensors")
     except SafetensorError as e:
@@ -160,9 +164,15 @@ def load_weights(model, folder):
     ]
     if problems:
         raise ConfigError([f"checkpoint {folder} does not fit the model: {p}" for p in problems])
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(saved[name])
+    return saved
+
+
+@torch.no_grad()
+def load_weights(model, folder):
+    """Copy the saved weights into `model`, whatever type they are stored in; ConfigError as `read_weights`."""
+    saved = read_weights(model, folder)
+    for name, p in model.named_parameters():
+        p.copy_(saved[name])
 
 
 def load_optimizer(model, optimizer, folder):

@@ -489,8 +489,8 @@ class LatentAttention(Attention):
 
         c = norm(x W_c);  k_h = [c W_k,h | rope(x W_r)];  v_h = c W_v,h;  q_h = [x W_q,h | rope(x W_q',h)]
 
-    `q_rank` gives the queries a latent of their own. `rope=none` leaves the shared part unrotated (Kimi Linear). The cache holds the
-    latents, `kv_rank + rope_dim` per token: against it W_k is applied to the queries and W_v to what they read.
+    `q_rank` gives the queries a latent of their own; `rope=none` leaves the shared part unrotated (Kimi Linear). The cache holds
+    the latents, `kv_rank + rope_dim` per token: against it W_k is applied to the queries and W_v to what they read.
     """
 
     no_decay = ()
@@ -668,7 +668,6 @@ class DeltaRule(Mixer):
     token (DeltaProduct, 2502.10297). `low_rank` computes decay and gate through `head_dim` channels. `conv=0` leaves it out.
     """
 
-    operators = ("causal_conv1d", "delta_rule")
     no_decay = ("conv_weight", "A_log", "dt_bias")
 
     def __init__(
@@ -701,6 +700,8 @@ class DeltaRule(Mixer):
             raise ConfigError("low_rank=true goes with decay=channel or none: a decay per head is as small as it can be")
         self.beta_max, self.eps, self.steps = 2.0 if neg_eigval else 1.0, norm_eps or config.norm_eps, steps
         self.decay, self.gate, self.low_rank = decay, gate, low_rank
+        self.operator = "channel_delta_rule" if decay == "channel" else "delta_rule"
+        self.operators = (self.operator,) if conv == 0 else ("causal_conv1d", self.operator)
         keys, values = self.Hk * self.K, self.H * self.V
         self.split = [keys, steps * keys, steps * values]  # q, k, v
         full_gate = gate != "none" and not low_rank
@@ -742,7 +743,8 @@ class DeltaRule(Mixer):
             g = None if g is None else F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
             ids = None if ids is None else ids.repeat_interleave(n, dim=1)
         recurrent = None if state is None else state.recurrent
-        o = recur("delta_rule", q, k, v.reshape(B, -1, self.H, self.V), g, beta, state=recurrent, segment_ids=ids, per_token=n)
+        v = v.reshape(B, -1, self.H, self.V)
+        o = recur(self.operator, q, k, v, g, beta, state=recurrent, segment_ids=ids, per_token=n)
         o = o[:, n - 1 :: n]
         z = self.g_b_proj(self.g_a_proj(x)) if self.low_rank and self.gate != "none" else z
         if self.gate == "none":

@@ -5,6 +5,7 @@ python train.py configurator/recipes/demo.py --layers="gdn attn" --learning_rate
 python train.py --resume=out/demo --max_iters=2000                     # goes on exactly where it stopped
 """
 
+import itertools
 import json
 import math
 import os
@@ -58,9 +59,12 @@ def settings(argv):
         None,
     )
     if not resumed or {"-h", "--help"} & set(argv):
-        return configurator.load(TrainConfig, argv, prog="train.py", description=__doc__), None, None
+        resolved = configurator.load(TrainConfig, argv, prog="train.py", description=__doc__)
+        return start_from(resolved, argv), None, None
     folder = checkpoint.resolve(resumed)
     meta = checkpoint.read_meta(folder)
+    if meta["loader"] is None:
+        raise ConfigError(f"{folder} holds weights alone, no run to continue: start one from it with --init_from={resumed}")
     saved = {**meta["settings"], "out_dir": str(folder.parent), "resume": None}
     resolved = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
     new = resolved.config.model_dump()
@@ -79,6 +83,40 @@ def settings(argv):
     return resolved, folder, meta
 
 
+def start_from(resolved, argv):
+    """The settings once more, the model's taken from the checkpoint `init_from` names; ConfigError for those that contradict it."""
+    source = resolved.config.init_from
+    if source == "scratch":
+        return resolved
+    if not Path(source).is_dir():
+        if not source.startswith("gpt2"):
+            raise ConfigError(f"init_from={source!r}: expected scratch, gpt2 or gpt2-medium, -large, -xl, or the folder of a run")
+        source = download(source)
+    saved = checkpoint.read_meta(checkpoint.resolve(source, ("best", "last")))["model"]
+    free = {"dropout", "document_mask"} | (set() if saved["learned_positions"] else {"block_size"})
+    values = resolved.config.model_dump()
+    problems = [
+        f"{name}={values[name]!r} contradicts {source}, which was made with {saved[name]!r}: leave it out "
+        f"(of the model's settings {', '.join(sorted(free))} may change)"
+        for name in saved
+        if resolved.sources[name] != "default" and values[name] != saved[name] and name not in free
+    ]
+    if problems:
+        raise ConfigError(problems)
+    again = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
+    return configurator.Resolved(again.config.model_copy(update={"init_from": str(source)}), again.sources, again.positional)
+
+
+def download(name):
+    """out/NAME, made from the published GPT-2 unless it is there."""
+    import convert  # which few runs need
+
+    folder = Path("out") / name
+    if not (folder / "last").is_file():
+        print("\n".join(convert.from_hf(f"openai-community/{name}", folder)))
+    return folder
+
+
 def resolve_device(config):
     """(device, autocast dtype or None): the best there is where the settings say none; ConfigError for what is not there."""
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -90,6 +128,11 @@ def resolve_device(config):
         raise ConfigError(f"device={config.device!r} cannot be used ({reason}); the best device here is {best!r}") from e
     dtype = config.dtype or ("bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32")
     return device, dtype
+
+
+def free_folder():
+    """out/run-1, or the first such folder that does not exist yet."""
+    return next(folder for n in itertools.count(1) if not (folder := Path(f"out/run-{n}")).exists())
 
 
 def claim(run, overwrite):
@@ -279,8 +322,6 @@ def main(argv):
     resolved, folder, meta = settings(argv)
     config = resolved.config
     device, dtype = resolve_device(config)
-    if not resolved.positional and config.init_from != "scratch" and not Path(config.init_from).is_dir():
-        raise ConfigError(f"init_from={config.init_from!r}: expected scratch or the folder of a run or checkpoint")
     prepare_builtin(config.dataset)
     dataset = Dataset.open(config.dataset)
     fixed = {
@@ -290,6 +331,7 @@ def main(argv):
         "dtype": dtype,
         "save_interval": config.save_interval or config.eval_interval,
         "compile": device.type == "cuda" if config.compile is None else config.compile,
+        "out_dir": config.out_dir or str(free_folder()),
     }
     config = config.model_copy(update=fixed)
     for file in (*dataset.train, dataset.val):
@@ -312,7 +354,12 @@ def main(argv):
         step, tokens_seen, best, wandb_id = meta["step"], meta["tokens"], meta["best_bits_per_byte"], meta["wandb_id"]
     else:
         if config.init_from != "scratch":
-            checkpoint.load_weights(model, checkpoint.resolve(config.init_from, ("best", "last")))
+            source = checkpoint.resolve(config.init_from, ("best", "last"))
+            if checkpoint.read_meta(source)["tokenizer_hash"] != dataset.tokenizer.hash:
+                raise ConfigError(
+                    f"the tokenizer of {dataset.folder} is not that of {source}: prepare the data with {source}/tokenizer.json"
+                )
+            checkpoint.load_weights(model, source)
         if not config.eval_only:
             claim(run, config.overwrite)
 

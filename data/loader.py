@@ -59,9 +59,7 @@ def labels_of(windows: torch.Tensor, eot: int, separator: str) -> torch.Tensor:
 def _batch(windows: np.ndarray, eot: int, separator: str, document_mask: bool) -> Batch:
     stream = torch.from_numpy(windows)  # (B, T + 1)
     tokens = stream[:, :-1].contiguous()
-    return Batch(
-        tokens, labels_of(stream, eot, separator), segments(tokens, eot, separator) if document_mask else None
-    )
+    return Batch(tokens, labels_of(stream, eot, separator), segments(tokens, eot, separator) if document_mask else None)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -115,7 +113,12 @@ class Loader:
     """
 
     def __init__(
-        self, files: Sequence[TokenFile], block_size: int, *, seed: int, document_mask: bool = True,
+        self,
+        files: Sequence[TokenFile],
+        block_size: int,
+        *,
+        seed: int,
+        document_mask: bool = True,
         shuffle: bool = True,
     ):
         self.files = list(files)
@@ -166,7 +169,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | str]:
         return {
-            "sample": self.sample, "seed": self.seed, "block_size": self.block_size, "total_tokens": self.total_tokens,
+            "sample": self.sample,
+            "seed": self.seed,
+            "block_size": self.block_size,
+            "total_tokens": self.total_tokens,
             "fingerprint": self.fingerprint,
         }
 
@@ -175,10 +181,9 @@ class Loader:
         mine = self.state_dict()
         differing = [name for name in mine if name != "sample" and state.get(name) != mine[name]]
         if differing:
-            raise ConfigError([
-                f"cannot continue this data order: {name} was {state.get(name)!r}, is now {mine[name]!r}"
-                for name in differing
-            ])
+            raise ConfigError(
+                [f"cannot continue this data order: {name} was {state.get(name)!r}, is now {mine[name]!r}" for name in differing]
+            )
         self.sample = int(state["sample"])
 
     def _offset(self, epoch: int) -> int:
@@ -220,8 +225,14 @@ def heldout(file: TokenFile, block_size: int, document_mask: bool = True) -> Ite
 
 
 def heldout_batches(
-    file: TokenFile, block_size: int, batch_size: int, document_mask: bool = True, *, max_batches: int | None = None,
-    rank: int = 0, world: int = 1,
+    file: TokenFile,
+    block_size: int,
+    batch_size: int,
+    document_mask: bool = True,
+    *,
+    max_batches: int | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[Batch]:
     """The windows of `heldout` in batches [batch_size, block_size]; the last is filled up with rows of padding.
 

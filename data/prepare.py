@@ -31,7 +31,13 @@ def split_documents(documents: Sequence[str], every: int = 20, held_out: int = 0
 
 
 def write_dataset(
-    folder: str | os.PathLike, tokenizer: Tokenizer, train: Sequence[str], val: Sequence[str], *, name: str, source: str,
+    folder: str | os.PathLike,
+    tokenizer: Tokenizer,
+    train: Sequence[str],
+    val: Sequence[str],
+    *,
+    name: str,
+    source: str,
     licence: str,
 ) -> dict:
     """Write train.bin, val.bin, tokenizer.json and meta.json; returns what meta.json holds.
@@ -48,16 +54,26 @@ def write_dataset(
     (folder / "meta.json").unlink(missing_ok=True)  # what it says is not true while the files change
     tokenizer.save(folder / "tokenizer.json")
     meta: dict = {
-        "name": name, "source": source, "licence": licence, "tokenizer": tokenizer.kind,
-        "tokenizer_hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
-        "separator": "before", "splits": {},
+        "name": name,
+        "source": source,
+        "licence": licence,
+        "tokenizer": tokenizer.kind,
+        "tokenizer_hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "separator": "before",
+        "splits": {},
     }
     for split, documents in (("train", train), ("val", val)):
         started = time.perf_counter()
         path = folder / f"{split}.bin"
         tokens = write_tokens(
-            path, _encoded(documents, tokenizer), separator="before", eot=tokenizer.eot,
-            vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.hash,
+            path,
+            _encoded(documents, tokenizer),
+            separator="before",
+            eot=tokenizer.eot,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer_hash=tokenizer.hash,
         )
         size = sum(len(document.encode()) for document in documents)
         meta["splits"][split] = {"documents": len(documents), "utf8_bytes": size, "tokens": tokens}

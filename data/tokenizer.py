@@ -79,14 +79,20 @@ class Tokenizer:
         return cls("char", [*table, b""], len(table))
 
     @classmethod
-    def from_ranks(cls, ranks: Sequence[bytes], pattern: str) -> "Tokenizer":
-        """Byte-pair encoding: `ranks[i]` are the bytes of id i (the 256 bytes first), `pattern` splits the text."""
-        eot = len(ranks)
+    def from_ranks(cls, ranks: Sequence[bytes], pattern: str, eot: int | None = None) -> "Tokenizer":
+        """Byte-pair encoding: `ranks[i]` are the bytes of id i, lower ids merge first, `pattern` splits the text.
+
+        `eot` defaults to the id after the last; otherwise it is one of those without bytes, which text never gives.
+        """
+        table = [*ranks, b""] if eot is None else list(ranks)
+        eot = len(ranks) if eot is None else eot
         encoding = tiktoken.Encoding(
-            "bpe", pat_str=pattern, mergeable_ranks={piece: i for i, piece in enumerate(ranks)},
+            "bpe",
+            pat_str=pattern,
+            mergeable_ranks={piece: i for i, piece in enumerate(table) if piece},
             special_tokens={EOT_TEXT: eot},
         )
-        return cls("bpe", [*ranks, b""], eot, detail=pattern, encoding=encoding)
+        return cls("bpe", table, eot, detail=pattern, encoding=encoding)
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -109,11 +115,28 @@ class Tokenizer:
             table[encoding.encode_single_token(piece)] = piece
         return cls("tiktoken", table, encoding.eot_token, detail=name, encoding=encoding)
 
+    @classmethod
+    def from_name(cls, name: str) -> "Tokenizer":
+        """What a setting `tokenizer` means: bytes, the name of a published encoding, or the path of a tokenizer.json."""
+        if name == "bytes":
+            return cls.from_bytes()
+        return cls.load(name) if name.endswith(".json") else cls.from_tiktoken(name)
+
     # -- text and ids --------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
         return len(self._table)
+
+    @property
+    def table(self) -> list[bytes]:
+        """The bytes of each id; EOT and unused ids have none."""
+        return list(self._table)
+
+    @property
+    def pattern(self) -> str | None:
+        """The regular expression that splits text before merging; None for characters and bytes."""
+        return None if self._encoding is None else self._encoding._pat_str
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; a marker such as `<|endoftext|>` in it is ordinary text.
@@ -178,7 +201,10 @@ class Tokenizer:
         content: dict[str, object] = {"version": FORMAT_VERSION, "kind": self.kind, "hash": self.hash}
         if self.kind == "bpe":
             content["pattern"] = self._detail
-            content["ranks"] = [base64.b64encode(piece).decode() for piece in self._table[: self.eot]]
+            last = self.eot == len(self._table) - 1  # as where a corpus was trained on; a converted one may have it elsewhere
+            table = self._table[: self.eot] if last else self._table
+            content["ranks"] = [base64.b64encode(piece).decode() for piece in table]
+            content |= {} if last else {"eot": self.eot}
         elif self.kind == "char":
             content["characters"] = "".join(self._ids)
         elif self.kind == "tiktoken":
@@ -211,7 +237,8 @@ class Tokenizer:
             raise ValueError(f"version {content['version']!r}, this program reads {FORMAT_VERSION}")
         kind = content["kind"]
         if kind == "bpe":
-            return cls.from_ranks([base64.b64decode(piece) for piece in content["ranks"]], content["pattern"])
+            ranks = [base64.b64decode(piece) for piece in content["ranks"]]
+            return cls.from_ranks(ranks, content["pattern"], content.get("eot"))
         if kind == "char":
             return cls.from_characters(content["characters"])
         if kind == "bytes":

@@ -79,9 +79,7 @@ class TokenFile:
         if size != expected:
             what = "is truncated" if size < expected else "is longer than its header says"
             found = max(0, size - HEADER_BYTES) // self.dtype.itemsize
-            raise ConfigError(
-                f"{self.path} {what}: expected {self.count} tokens ({expected} bytes), found {found} ({size} bytes)"
-            )
+            raise ConfigError(f"{self.path} {what}: expected {self.count} tokens ({expected} bytes), found {found} ({size} bytes)")
 
     def _read_headerless(self, size: int) -> None:
         if size % 2:
@@ -110,7 +108,12 @@ class TokenFile:
 
 
 def write_tokens(
-    path: str | os.PathLike, arrays: Iterable[np.ndarray], *, separator: str, eot: int, vocab_size: int,
+    path: str | os.PathLike,
+    arrays: Iterable[np.ndarray],
+    *,
+    separator: str,
+    eot: int,
+    vocab_size: int,
     tokenizer_hash: str,
 ) -> int:
     """Write a token file from a stream of 1-d integer arrays; returns the number of tokens.

@@ -288,6 +288,9 @@ def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
     return _step(q, k, v, g, beta, state, scale, delta=True)
 
 
+channel_delta_rule, channel_delta_rule_step = delta_rule, delta_rule_step
+
+
 @_full_precision
 def linear_attention_step(q, k, v, g=None, *, state, scale=None):
     """`reference.linear_attention_step`."""

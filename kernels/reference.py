@@ -203,6 +203,10 @@ def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
     return out
 
 
+# The same definition with g `(B, T, H, K)`: an operator by itself, since its kernels are others (Kimi Delta Attention, 2510.26692).
+channel_delta_rule, channel_delta_rule_step = delta_rule, delta_rule_step
+
+
 def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, segment_ids=None):
     """Depthwise causal convolution: `y_t = act(bias + sum_j weight[:, W-1-j] * x_{t-j})`, j < W, within the document.
 

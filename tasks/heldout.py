@@ -21,13 +21,16 @@ def documents(pretrained=None, **_):
     """`{"test": documents}` of the checkpoint or run `pretrained`, in the order of the split; empty documents are left out.
 
     lm-eval passes the task's metadata: `eval.py` and `model_args="pretrained=RUN"` both put the checkpoint there. ConfigError
-    if there is none, or if the data set is missing or has another held-out split than the run was trained with.
+    if there is none, if it was converted, or if the data set is missing or has another held-out split than the run's.
     """
     if pretrained is None:
         how = "pass model_args='pretrained=RUN' or metadata={'pretrained': RUN}"
         raise ConfigError(f"task heldout_bpb needs to know the checkpoint: {how}")
     meta = checkpoint.read_meta(checkpoint.resolve(pretrained, ("best", "last")))
     folder = meta["dataset_folder"]
+    if folder is None:
+        how = f"name another one with --tasks, or score a data set's held-out split: train.py --init_from={pretrained} --eval_only"
+        raise ConfigError(f"task heldout_bpb: {pretrained} was converted and has no data set of its own: {how} --dataset=FOLDER")
     dataset = Dataset.open(folder if Path(folder).is_dir() else meta["dataset"])  # a checkpoint may come from another machine
     if dataset.meta.get("val_sha256") != meta["val_sha256"]:
         problem = f"{dataset.val.path} is not the held-out split of this run (another sha256)"

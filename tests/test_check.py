@@ -51,9 +51,7 @@ class Toy(Mixer):
         x = recur("causal_conv1d", x, self.conv_weight, state=self.conv_state(state), segment_ids=segment_ids)
         q, k, v = (u.unflatten(-1, (4, -1)) for u in x.chunk(3, -1))
         g = torch.linspace(-0.5, -0.01, 4, device=x.device)
-        y = recur(
-            "linear_attention", q, k, v, g, state=None if state is None else state.recurrent, segment_ids=segment_ids
-        )
+        y = recur("linear_attention", q, k, v, g, state=None if state is None else state.recurrent, segment_ids=segment_ids)
         return y.flatten(-2) * self.activate(gate)
 
     def conv_state(self, state):
@@ -212,9 +210,7 @@ def test_a_broken_mixer_fails(toy, cls, groups):
 def test_a_failure_names_place_error_and_limit(toy):
     toy(LooksAhead)
     first = check.examine("toy", small=True).failures[0]
-    assert first.startswith("causal: outputs up to t=0 when later inputs change: error ") and first.endswith(
-        "limit 0e+00"
-    )
+    assert first.startswith("causal: outputs up to t=0 when later inputs change: error ") and first.endswith("limit 0e+00")
     toy(Crashes)
     (line,) = check.examine("toy", small=True).failures
     assert line.startswith("costs: IndexError at test_check.py:")

@@ -73,7 +73,7 @@ def write(tmp_path, text, name="recipe.py"):
         (["--compile=None"], "compile", None),
         (["--out_dir=2024"], "out_dir", "2024"),
         (["--out_dir=a=b"], "out_dir", "a=b"),
-        (["--out_dir", "None"], "out_dir", "None"),
+        (["--out_dir", "None"], "out_dir", None),
         (["--vocab_size=NONE"], "vocab_size", None),
         (["--seed", "9007199254740993"], "seed", 9007199254740993),
     ],
@@ -155,8 +155,8 @@ def test_a_wrong_argument_is_one_line_with_the_way_out(argv, line, monkeypatch):
             "n_kv_head=5 does not divide n_head=12: nearest are 4 and 6",
         ),
         (["--n_kv_head=9"], "n_kv_head=9 does not divide n_head=4: nearest is 4"),
-        (["--min_lr=1"], "min_lr=1.0 is more than learning_rate=0.001: use at most that"),
-        (["--lr_decay_iters=5"], "warmup_iters=10 is more than lr_decay_iters=5: use at most 5"),
+        (["--min_lr=1"], "min_lr=1.0 is more than learning_rate=0.002: use at most that"),
+        (["--lr_decay_iters=5"], "warmup_iters=20 is more than lr_decay_iters=5: use at most 5"),
         (["--layers=gdn("], "layers='gdn(': missing ')' opened at character 3"),
         (
             ["--decay_lr=false", "--min_lr=0"],
@@ -336,7 +336,7 @@ def test_help_names_every_setting_with_type_default_and_description(flag, capsys
     assert caught.value.code == 0 and "train.py [RECIPE.py ...] [--name=value ...]" in text and "100% of it" in text
     for name, field in TrainConfig.model_fields.items():
         assert f"--{name} " in text and field.description in text
-    assert "--learning_rate FLOAT" in text and "peak learning rate (default: 0.001)" in text
+    assert "--learning_rate FLOAT" in text and "peak learning rate (default: 0.002)" in text
     assert "--dtype float32|bfloat16" in text and "--compile true|false" in text
 
 

@@ -519,9 +519,7 @@ def test_the_package_text_is_split_as_documented():
     texts = sotu.addresses()
     train, val = split_documents(texts, sotu.EVERY, sotu.HELD_OUT)
     assert len(texts) == len(set(texts)) == len(train) + len(val) and len(texts) >= 249
-    assert {hashlib.sha256(t.encode()).digest() for t in train}.isdisjoint(
-        hashlib.sha256(t.encode()).digest() for t in val
-    )
+    assert {hashlib.sha256(t.encode()).digest() for t in train}.isdisjoint(hashlib.sha256(t.encode()).digest() for t in val)
     assert texts[0].startswith("Fellow-Citizens of the Senate")
 
 
@@ -574,9 +572,7 @@ def test_swapped_tokenizer_and_changed_val_are_noticed(tmp_path):
 def test_shards_are_taken_in_order(tmp_path):
     tokenizer = Tokenizer.from_bytes()
     for name, text in (("train-001", b"b"), ("train-000", b"a"), ("val", b"v")):
-        token_file(
-            tmp_path / f"{name}.bin", [[256, *text]], vocab_size=257, eot=256, tokenizer_hash=tokenizer.hash
-        )
+        token_file(tmp_path / f"{name}.bin", [[256, *text]], vocab_size=257, eot=256, tokenizer_hash=tokenizer.hash)
     tokenizer.save(tmp_path / "tokenizer.json")
     dataset = Dataset.open(tmp_path)
     assert [file.tokens.tolist() for file in dataset.train] == [[256, 97], [256, 98]]
@@ -591,7 +587,8 @@ def test_shakespeare_from_a_file(tmp_path, monkeypatch):
     dataset = Dataset.open(tmp_path / "set")
     text = (tmp_path / "text.txt").read_text(encoding="utf-8")
     assert documents_of(dataset.train[0], dataset.tokenizer) + documents_of(dataset.val, dataset.tokenizer) == [
-        text[:216], text[216:]
+        text[:216],
+        text[216:],
     ]
     assert "not Tiny Shakespeare" in dataset.meta["source"] and str(tmp_path) not in dataset.meta["source"]
 
@@ -616,8 +613,11 @@ def test_script_runs_from_the_command_line(tmp_path):
     (tmp_path / "text.txt").write_text("so shaken as we are, so wan with care " * 20)
     script = [sys.executable, str(ROOT / "data" / "shakespeare_char" / "prepare.py")]
     done = subprocess.run(
-        [*script, f"--input={tmp_path / 'text.txt'}", f"--out={tmp_path / 'set'}"], capture_output=True, text=True,
-        cwd=tmp_path, check=False,
+        [*script, f"--input={tmp_path / 'text.txt'}", f"--out={tmp_path / 'set'}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "train.bin: 1 documents" in done.stdout

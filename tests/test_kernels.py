@@ -193,7 +193,7 @@ def test_delta_rule_correlated_keys_in_fp32(beta_max):
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_strong_decays_cost_no_precision_in_fp32(per_channel):
-    """A token that forgets everything adds thousands to the running sums of its chunk; its neighbours must not lose digits to it."""
+    """A token that forgets everything adds thousands to the running sums of its chunk; the others must not lose digits to it."""
     inputs = delta_inputs(2, 128, 2, 2, 16, 16, "mild", per_channel=per_channel)
     inputs["g"] = torch.where(torch.rand_like(inputs["g"]) < 0.2, -2000.0, inputs["g"])
     want = reference.delta_rule(**inputs)[0]
@@ -406,9 +406,20 @@ def test_linear_cross_entropy():
 def test_dispatch():
     x, weight = torch.randn(1, 3, 4), torch.randn(4, 4)
     assert kernels.backend_of("delta_rule", "cpu") == "eager"
+    assert kernels.backend_of("delta_rule", "cuda") == "triton"
+    assert kernels.backend_of("causal_conv1d", "cuda") == "eager"
     with kernels.use_backend("reference"):
-        assert kernels.backend_of("delta_rule", "cpu") == "reference"
+        assert kernels.backend_of("delta_rule", "cuda") == "reference"
         a = kernels.causal_conv1d(x, weight)[0]
     assert torch.allclose(a, kernels.causal_conv1d(x, weight)[0], atol=1e-6)
     with pytest.raises(ValueError, match="nonsense"), kernels.use_backend("nonsense"):
         pass
+
+
+def test_what_triton_cannot_take_runs_in_eager_and_says_so():
+    inputs = delta_inputs(1, 5, 1, 1, 12, 8, "none")
+    with kernels.use_backend("triton"), pytest.warns(UserWarning, match="float64"):
+        assert torch.equal(kernels.delta_rule(**inputs)[0], eager.delta_rule(**inputs)[0])
+    inputs = {n: None if x is None else x.float() for n, x in inputs.items()}
+    with kernels.use_backend("triton"), pytest.warns(UserWarning, match="K=12"):
+        kernels.delta_rule(**inputs)

@@ -65,16 +65,18 @@ def prepare(out: str | os.PathLike = FOLDER, *, input: str | os.PathLike | None 
     tokenizer = Tokenizer.from_characters(text)
     print(f"tokenizer: {tokenizer.vocab_size - 1} characters and the separator", flush=True)
     return write_dataset(
-        out, tokenizer, [text[:cut]], [text[cut:]], name="shakespeare_char",
+        out,
+        tokenizer,
+        [text[:cut]],
+        [text[cut:]],
+        name="shakespeare_char",
         source=ADDRESS if reference else f"{Path(input).name}, sha256 {found}: not Tiny Shakespeare",
         licence="public domain" if reference else "that of the given file",
     )
 
 
 def main(argv: list[str]) -> None:
-    resolved = load(
-        PrepareConfig, argv, prog="python data/shakespeare_char/prepare.py", description=__doc__.splitlines()[0]
-    )
+    resolved = load(PrepareConfig, argv, prog="python data/shakespeare_char/prepare.py", description=__doc__.splitlines()[0])
     prepare(resolved.config.out or FOLDER, input=resolved.config.input)
 
 
