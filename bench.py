@@ -3,6 +3,7 @@
     python bench.py forms      # one mixer of each family in its recurrent, parallel and chunkwise form, against the length
     python bench.py memory     # how the memory of training one layer grows with the length
     python bench.py cpu        # this model beside transformers' Qwen3-Next of the same size, on a CPU
+    python bench.py recipes    # the published architectures: parameters, FLOPs and state, as the README lists them
 
 Times are medians of wall-clock seconds, devices synchronised. Peak memory is what is alive at the worst moment of a forward and a
 backward pass beyond the inputs: CUDA's own count on a GPU, elsewhere that of `PeakMemory`.
@@ -15,7 +16,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -534,7 +535,41 @@ def print_profile(call, repeats=5):
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-COMMANDS = {"forms": (forms, FormsConfig), "memory": (memory, MemoryConfig), "cpu": (cpu, CpuConfig)}
+
+class RecipesConfig(BenchConfig):
+    """published architectures"""
+
+    size: Literal["124m", "tiny"] = Field("124m", description="which folder of configurator/recipes")
+
+
+def recipes(config):
+    """Parameters, training FLOPs per token and state of every recipe of one size, as a Markdown table."""
+    rows = []
+    for path in sorted((Path(__file__).parent / "configurator" / "recipes" / config.size).glob("*.py")):
+        settings = configurator.load(TrainConfig, [str(path)]).config
+        own = {name: getattr(settings, name) for name in ModelConfig.model_fields}
+        with torch.device("meta"):
+            model = Model(ModelConfig(**own | {"vocab_size": settings.vocab_size or 4096}))
+        states = {n: model.state_bytes(1, n) for n in (1024, 32768, 1048576)}
+        flops = model.flops_per_token(settings.block_size)
+        kinds = [spec.name for spec in model.specs]
+        mix = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        rows.append({"recipe": path.stem, "layers": mix, "parameters": model.n_params(), "flops_per_token": flops, "state": states})
+    print(
+        f"| recipe | layers | parameters | MFLOP/token, T={settings.block_size} | state at 1k | at 32k | at 1M |\n|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        sizes = " | ".join(format_bytes(n) for n in row["state"].values())
+        print(f"| `{row['recipe']}` | {row['layers']} | {row['parameters']:,} | {row['flops_per_token'] / 1e6:.0f} | {sizes} |")
+    return {"rows": rows}
+
+
+COMMANDS = {
+    "forms": (forms, FormsConfig),
+    "memory": (memory, MemoryConfig),
+    "cpu": (cpu, CpuConfig),
+    "recipes": (recipes, RecipesConfig),
+}
 
 
 def main(argv):

@@ -8,14 +8,16 @@ import sys
 
 import pytest
 
-TINY_MODEL = "--block_size=32 --n_embd=32 --n_head=2 --batch_size=1 --warmup_iters=1"
+TINY_MODEL = "--block_size=32 --batch_size=1 --warmup_iters=1"
 TINY = {
     "train.py": f"{TINY_MODEL} --max_iters=2 --eval_iters=1 --log_interval=1 --device=cpu",
     "resume": "--max_iters=4 --eval_iters=1 --device=cpu",
+    "init_from": "--max_iters=2 --batch_size=1 --eval_iters=1 --device=cpu",
     "sample.py": "--max_new_tokens=8 --device=cpu",
     "eval.py": "--limit=1 --device=cpu",
     "check.py": "",
     "bench.py": "",
+    "convert.py": "",
 }
 
 
@@ -48,7 +50,8 @@ def shell(command, where):
 
 def tiny(command):
     script = re.search(r"python (\S+)", command)[1]
-    return f"{command} {TINY['resume' if '--resume' in command else script]}"
+    kind = next((kind for kind in ("resume", "init_from") if f"--{kind}" in command), script)
+    return f"{command} {TINY[kind]}"
 
 
 def test_the_readme_has_the_commands_one_expects(root):
@@ -82,6 +85,12 @@ def test_make_demo_does_what_it_says(copy, root):
     assert "-m venv .venv" in fresh and "install --quiet --disable-pip-version-check torch==2.13.0" in fresh
     index = shell("env -u PYTHON TORCH_INDEX=https://example.org/cpu make -n setup", copy)
     assert "torch==2.13.0 --index-url https://example.org/cpu" in index
+
+
+def test_the_table_of_recipes_is_what_the_command_prints(root):
+    printed = shell("python bench.py recipes", root)
+    rows = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(rows) >= 13 and "\n".join(rows) in (root / "README.md").read_text()
 
 
 def test_links_and_files_exist(root):

@@ -11,5 +11,6 @@ batch_size = 4  # many small steps: at equal time half the batch gave 1.75 bits 
 learning_rate = 3e-3
 warmup_iters = 40
 max_iters = 800
+log_interval = 20
 eval_interval = 200
 eval_iters = 20
