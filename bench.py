@@ -554,10 +554,10 @@ def recipes(config):
         flops = model.flops_per_token(settings.block_size)
         kinds = [spec.name for spec in model.specs]
         mix = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        rows.append({"recipe": path.stem, "layers": mix, "parameters": model.n_params(), "flops_per_token": flops, "state": states})
-    print(
-        f"| recipe | layers | parameters | MFLOP/token, T={settings.block_size} | state at 1k | at 32k | at 1M |\n|---|---|---|---|---|---|---|"
-    )
+        counts = {"parameters": model.n_params(), "flops_per_token": flops, "state": states}
+        rows.append({"recipe": path.stem, "layers": mix, **counts})
+    head = ("recipe", "layers", "parameters", f"MFLOP/token, T={settings.block_size}", "state at 1k", "at 32k", "at 1M")
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for row in rows:
         sizes = " | ".join(format_bytes(n) for n in row["state"].values())
         print(f"| `{row['recipe']}` | {row['layers']} | {row['parameters']:,} | {row['flops_per_token'] / 1e6:.0f} | {sizes} |")
