@@ -42,7 +42,10 @@ def copy(tmp_path_factory):
 
 
 def shell(command, where):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+    outside = {
+        n: x for n, x in os.environ.items() if n not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }  # of a make that runs the tests
+    env = {**outside, "HF_HUB_OFFLINE": "1", "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", command], cwd=where, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
