@@ -27,10 +27,12 @@ def from_transformers(*names):
     """Classes of transformers on their own PyTorch code, also where the GPU packages they would rather call are installed."""
     import transformers
 
-    hidden = [name for name in ("fla", "mamba_ssm", "causal_conv1d") if name not in sys.modules]
+    hidden = ("fla", "mamba_ssm", "causal_conv1d")
+    loaded = {name: sys.modules[name] for name in hidden if name in sys.modules}
     sys.modules.update(dict.fromkeys(hidden))  # None: importing them fails, and transformers falls back
     try:
         return [getattr(transformers, name) for name in names]
     finally:
         for name in hidden:
             del sys.modules[name]
+        sys.modules.update(loaded)
