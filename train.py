@@ -50,14 +50,10 @@ CHANGEABLE = {
 
 def settings(argv):
     """Checked settings and, for a resumed run, its checkpoint folder and meta (else None, None)."""
-    resumed = next(
-        (
-            b if a == "--resume" else a.partition("=")[2]
-            for a, b in zip(argv, [*argv[1:], ""], strict=True)
-            if a == "--resume" or a.startswith("--resume=")
-        ),
-        None,
-    )
+    resumed = None
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        if argument == "--resume" or argument.startswith("--resume="):
+            resumed = following if argument == "--resume" else argument.partition("=")[2]
     if not resumed or {"-h", "--help"} & set(argv):
         resolved = configurator.load(TrainConfig, argv, prog="train.py", description=__doc__)
         return start_from(resolved, argv), None, None

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-import configurator
 import sample
 import train
 from configurator import ConfigError, TrainConfig
@@ -297,4 +296,17 @@ def test_help_lists_settings(capsys):
         with pytest.raises(SystemExit) as e:
             main(["--help"])
         assert e.value.code == 0 and "--seed" in capsys.readouterr().out
-    assert configurator.load(TrainConfig, []).config.max_iters > 0
+
+
+def test_without_arguments_it_trains_the_defaults(monkeypatch):
+    """`python train.py`, up to the first step: there must be nothing that a person has to set."""
+    seen = []
+
+    def stop(config, dataset, device):
+        seen.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "start", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train.main([])
+    assert seen[0].dataset == "sotu" and seen[0].vocab_size == 4096 and re.fullmatch(r"out/run-\d+", seen[0].out_dir)
