@@ -16,7 +16,7 @@ from . import eager, reference
 from .reference import cache_positions, cache_slots, document_positions, segment_runs
 
 MODULES = {"reference": reference, "eager": eager}
-TRITON = {"delta_rule": "triton_delta_rule"}  # operator: module, imported at first use
+TRITON = dict.fromkeys(("delta_rule", "linear_attention"), "triton_recurrence")  # operator: module, imported at first use
 PREFERENCE = {"cuda": ("triton", "eager")}  # per device type, best first; elsewhere eager
 
 _forced = None

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource, compile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels import triton_delta_rule as delta  # noqa: E402
+from kernels import triton_recurrence as recurrence  # noqa: E402
 
 SHARED_LIMIT = 232448  # bytes a CTA can have on sm_90
 K = V = 128
@@ -56,22 +56,27 @@ def main():
     inputs |= {"beta": "*fp32", "dbeta": "*fp32", "dG": "*fp32", "s_part": "i32", **scalars}
     types = {"R": 1, "DOT": tl.bfloat16, "PREC": "tf32"}
     failed = False
-    for decays in (True, False):
-        shared = types | {"V": V, "BV": 64, "NV": 2, "DECAYS": decays}
+    for decays, delta in ((True, True), (False, True), (True, False), (False, False)):
+        shared = types | {"V": V, "BV": 64, "NV": 2, "DECAYS": decays, "DELTA": delta}
         scans = shared | {"K": K, "BK": K}
         cases = {
-            "prepare": (delta.prepare_kernel, prepare, types | {"BK": K, "HAS_G": decays, "HAS_STARTS": False}, 320),
-            "forward": (delta.forward_kernel, forward, scans | {"HAS_H0": False, "OUT": True, "STATES": False}, 64),
-            "states": (delta.forward_kernel, forward, scans | {"HAS_H0": False, "OUT": False, "STATES": True}, 64),
-            "reverse": (delta.reverse_kernel, reverse, scans | {"HAS_DHT": False}, 64),
-            "inputs": (delta.inputs_kernel, inputs, shared | {"BKB": 64, "NK": 2}, 320),
+            "prepare": (
+                recurrence.prepare_kernel,
+                prepare,
+                types | {"BK": K, "HAS_G": decays, "HAS_STARTS": False, "DELTA": delta},
+                320,
+            ),
+            "forward": (recurrence.forward_kernel, forward, scans | {"HAS_H0": False, "OUT": True, "STATES": False}, 64),
+            "states": (recurrence.forward_kernel, forward, scans | {"HAS_H0": False, "OUT": False, "STATES": True}, 64),
+            "reverse": (recurrence.reverse_kernel, reverse, scans | {"HAS_DHT": False}, 64),
+            "inputs": (recurrence.inputs_kernel, inputs, shared | {"BKB": 64, "NK": 2}, 320),
         }
         for name, (kernel, signature, constants, most) in cases.items():
-            registers, spill, memory = compiled(kernel, signature, constants, *delta.LAUNCH[2][name])
+            registers, spill, memory = compiled(kernel, signature, constants, *recurrence.LAUNCH[2][name])
             bad = spill > most or memory > SHARED_LIMIT
             failed |= bad
             figures = f"registers {registers:3}  spill {spill:3} B (at most {most})  shared {memory:6} B"
-            print(f"sm_90 {name:8} decays={decays!s:5} {figures}{'  FAILED' if bad else ''}")
+            print(f"sm_90 {name:8} delta={delta!s:5} decays={decays!s:5} {figures}{'  FAILED' if bad else ''}")
     sys.exit(failed)
 
 
