@@ -392,16 +392,16 @@ def _forward_pass(q, k, v, g, beta, h0, starts, scale):
     q_tile, k_tile, v_tile = _tile(q, [C, BK]), _tile(k, [C, BK]), _tile(v, [C, BV])
     A_tile = _tile(A, [C, C]) if delta else v_tile
     decays = g is not None or starts is not None
+    types |= {"DELTA": delta}
     if delta or decays:
-        prepare_kernel[(N * B * H,)](
-            k_tile, G if g is None else g.contiguous(), beta.contiguous() if delta else G, G if starts is None else starts, A, G, scratch,
-            T, H, N, R=R, BK=BK, HAS_G=g is not None, HAS_STARTS=starts is not None, DELTA=delta, **types, **_launch("prepare", q),
-        )  # fmt: skip
+        gates = G if g is None else g.contiguous(), beta.contiguous() if delta else G, G if starts is None else starts
+        flags = {"R": R, "BK": BK, "HAS_G": g is not None, "HAS_STARTS": starts is not None}
+        prepare_kernel[(N * B * H,)](k_tile, *gates, A, G, scratch, T, H, N, **flags, **types, **_launch("prepare", q))
+    flags = {"R": R, "K": K, "V": V, "BK": BK, "BV": BV, "NV": NV, "DECAYS": decays, "HAS_H0": h0 is not None, "OUT": True}
+    tiles, start = (q_tile, k_tile, v_tile, A_tile), hT if h0 is None else h0.contiguous()
     forward_kernel[(NV * B * H,)](
-        q_tile, k_tile, v_tile, A_tile, G, o, v_tile, v_tile, hT if h0 is None else h0.contiguous(), hT, scale, T, H, N, R=R, K=K, V=V,
-        BK=BK, BV=BV, NV=NV, DECAYS=decays, HAS_H0=h0 is not None, OUT=True, STATES=False, DELTA=delta, **types,
-        **_launch("forward", q),
-    )  # fmt: skip
+        *tiles, G, o, v_tile, v_tile, start, hT, scale, T, H, N, STATES=False, **flags, **types, **_launch("forward", q)
+    )
     return o, hT, A, G
 
 
