@@ -26,7 +26,7 @@ test: $(READY)
 
 .venv/ready: requirements.txt requirements-dev.txt
 	@echo "setting up .venv (once): $(TORCH), then requirements.txt and requirements-dev.txt"
-	@for p in python3.12 python3.11 python3; do \
+	@for p in python3 python3.12 python3.11; do \
 	  if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; p=; done; \
 	if [ -z "$$p" ]; then echo "error: no Python 3.11 or newer with venv on the PATH; name one: PYTHON=/path/to/python make demo" >&2; exit 2; fi; \
 	[ -x .venv/bin/python ] || $$p -m venv .venv
