@@ -314,13 +314,9 @@ def start(config, dataset, device):
     return model, optimizer
 
 
-def main(argv):
-    resolved, folder, meta = settings(argv)
-    config = resolved.config
-    device, dtype = resolve_device(config)
-    prepare_builtin(config.dataset)
-    dataset = Dataset.open(config.dataset)
-    fixed = {
+def complete(config, dataset, device, dtype):
+    """The settings with everything that was left to the data, the device or other settings."""
+    values = {
         "vocab_size": config.vocab_size or dataset.tokenizer.vocab_size,
         "lr_decay_iters": config.lr_decay_iters or config.max_iters,
         "min_lr": config.learning_rate / 10 if config.min_lr is None else config.min_lr,
@@ -329,7 +325,31 @@ def main(argv):
         "compile": device.type == "cuda" if config.compile is None else config.compile,
         "out_dir": config.out_dir or str(free_folder()),
     }
-    config = config.model_copy(update=fixed)
+    return config.model_copy(update=values)
+
+
+def announce(resolved, config, model, device, dataset, train_data):
+    """Print what is about to be trained, on what, and for how long."""
+    print(configurator.describe(configurator.Resolved(config, resolved.sources, resolved.positional)))
+    print(f"\n{model.describe(device.type)}\n")
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    compiled = "compiled" if config.compile else "not compiled"
+    versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"device {device}{name}, {config.dtype}, {compiled}, {versions}")
+    per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
+    epochs = config.max_iters * per_step / train_data.total_tokens
+    print(
+        f"data {dataset.folder}: {train_data.total_tokens:,} training tokens; {config.max_iters} steps of {per_step:,} tokens are "
+        f"{epochs:.2f} epochs"
+    )
+
+
+def main(argv):
+    resolved, folder, meta = settings(argv)
+    device, dtype = resolve_device(resolved.config)
+    prepare_builtin(resolved.config.dataset)
+    dataset = Dataset.open(resolved.config.dataset)
+    config = complete(resolved.config, dataset, device, dtype)
     for file in (*dataset.train, dataset.val):
         check_vocab(file, config.vocab_size)
     train_data = loading.Loader(dataset.train, config.block_size, seed=config.seed, document_mask=config.document_mask)
@@ -359,18 +379,8 @@ def main(argv):
         if not config.eval_only:
             claim(run, config.overwrite)
 
-    print(configurator.describe(configurator.Resolved(config, resolved.sources, resolved.positional)))
-    print(f"\n{model.describe(device.type)}\n")
-    print(
-        f"device {device}{f' ({torch.cuda.get_device_name(device)})' if device.type == 'cuda' else ''}, {config.dtype}, "
-        f"{'compiled' if config.compile else 'not compiled'}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
+    announce(resolved, config, model, device, dataset, train_data)
     per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    print(
-        f"data {dataset.folder}: {train_data.total_tokens:,} training tokens; {config.max_iters} steps of {per_step:,} tokens are "
-        f"{config.max_iters * per_step / train_data.total_tokens:.2f} epochs"
-    )
-
     compiled = torch.compile(model) if config.compile else model
 
     def forward(batch):
@@ -476,6 +486,8 @@ def main(argv):
             spent_evaluating += time.perf_counter() - began
         if improved or step % config.save_interval == 0 or ending:
             began = time.perf_counter()
+            if not math.isfinite(norm.item()):  # its step has spoilt the weights: the checkpoint before is the last good one
+                raise ConfigError(f"the gradient is {norm.item()} at step {step}: not saved; the last checkpoint is in {run}")
             saved = save(improved)
             spent_evaluating += time.perf_counter() - began
         if stopping and step < config.max_iters:

@@ -257,7 +257,7 @@ def test_exit_code_2_without_a_traceback(root, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
 
 
-def test_non_finite_loss_stops(run, monkeypatch):
+def test_non_finite_loss_stops(run, monkeypatch, tmp_path):
     start = train.start
 
     def broken(*args):
@@ -269,6 +269,9 @@ def test_non_finite_loss_stops(run, monkeypatch):
     monkeypatch.setattr(train, "start", broken)
     with pytest.raises(ConfigError, match="the loss is nan"):
         run("--max_iters=4", "--log_interval=1")
+    with pytest.raises(ConfigError, match="not saved"):  # between two log lines, where the loss has not been looked at
+        run("--max_iters=4", "--log_interval=100", "--save_interval=2", "--eval_interval=100", name="saved")
+    assert not list((tmp_path / "saved").glob("step-*"))
 
 
 def test_sampling(run, capsys, tmp_path):
