@@ -419,26 +419,20 @@ class SparseAttention(Attention):
         config,
         layer,
         *,
-        n_head: Positive | None = None,
-        n_kv_head: Positive | None = None,
-        head_dim: Positive | None = None,
-        rope: Literal["full", "partial", "none"] = "full",
-        rope_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25,
-        rope_theta: Annotated[float, Field(gt=0)] | None = None,
-        qk_norm: bool | Literal["full"] = True,
-        gate: bool = False,
         top_k: Positive = 256,
         local: Annotated[int, Field(ge=0)] = 16,
         mode: Literal["sparse", "dense"] = "sparse",
         index_heads: Positive = 8,
         index_dim: Annotated[int, Field(ge=4, multiple_of=4)] = 32,
+        **attention,
     ):
-        shared = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, qk_norm=qk_norm, gate=gate)
-        super().__init__(config, layer, rope=rope, rope_fraction=rope_fraction, rope_theta=rope_theta, **shared)
+        super().__init__(config, layer, **attention)
+        if self.window is not None or self.keep_first or self.sinks is not None:
+            raise ConfigError("window, keep_first and sinks have no effect: a selection takes the place of a window")
         if local > top_k:
             raise ConfigError(f"local={local} is more than top_k={top_k}, which counts it: use at most {top_k}")
         self.top_k, self.local, self.mode, self.J, self.d = top_k, local, mode, index_heads, index_dim
-        self.index_rope_dim = 0 if rope == "none" else index_dim // 2
+        self.index_rope_dim = index_dim // 2 if self.rope_dim else 0
         self.index_q_proj = nn.Linear(config.n_embd, index_heads * index_dim, bias=False)
         self.index_k_proj = nn.Linear(config.n_embd, index_dim, bias=False)
         self.index_k_norm = LayerNorm(index_dim, 1e-6)
@@ -895,8 +889,10 @@ FFNS = {"swiglu": SwiGLU, "gelu": lambda config: MLP(config, "gelu"), "relu2": l
 
 
 def options_of(cls):
-    """The options of a mixer class: its keyword-only arguments, by name."""
-    return {n: p for n, p in inspect.signature(cls).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    """The options of a mixer class by name: its keyword-only arguments, and its base's where it passes `**others` on to it."""
+    own = inspect.signature(cls).parameters.values()
+    inherited = options_of(cls.__base__) if any(p.kind is p.VAR_KEYWORD for p in own) else {}
+    return inherited | {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
 
 
 def build_mixer(spec, config, layer):

@@ -184,6 +184,8 @@ def test_a_full_cache_says_so():
         ("swa(window=0)", "greater than or equal to 1"),
         ("dsa(top_k=0)", "greater than or equal to 1"),
         ("dsa(top_k=4)", "local=16 is more than top_k=4"),
+        ("dsa(window=8)", "a selection takes the place of a window"),
+        ("dsa(topk=8)", "possible: n_head, .*, top_k, "),
         ("linear(feature_map=exp)", "'elu1', 'relu', 'silu' or 'identity'"),
         ("linear(feature_map=silu)", "use elu1 or relu"),
         ("mamba2(head_dim=48)", "whole number of heads"),
