@@ -5,11 +5,15 @@ Gamma_ij = 2^(G_i - G_j) for i >= j, and A' = (I + stril(diag(beta) K K^T * Gamm
 
     prepare  (per chunk)         G, A'
     forward  (per head, V/BV)    Vn = A' (V - e * K S),  O = scale (e * Q S + (Q K^T * Gamma) Vn),  S' = e_C S + K^T (r * Vn)
-    states   (per head, V/BV)    the same without O, keeping each chunk's S and Vn
     reverse  (per head, V/BV)    dVn = r * K dS + (K Q^T * Gamma^T) dO,  dV = A'^T dVn,  dS' = e_C dS + Q^T (e * dO) - K^T (e * dV)
     inputs   (per chunk)         dQ, dK, dbeta, dG from the stored S, dS, Vn, dV
 
 Linear attention is the same with Vn = V: without A', beta and the terms in dV above (DELTA is false).
+
+Where gradients are wanted the forward scan keeps each chunk's S and Vn in the type of q, 768 bytes a token and head at K = V = 128
+(reverse scan and inputs would otherwise wait for a scan that makes them anew: 0.25 ms of 1.9 at B8 T4096 H16 on an H200).
+Where batch and heads are few, a sequence is scanned in slices side by side: the state behind a slice is M S + L, of which one scan
+from zero gives L and one from the identity, with V = 0, gives M; M^T carries the gradient back.
 
 The gradient of the solve is implicit: with X = A'^T dVn, which is dV, that of beta * K K^T * Gamma is -stril(X Vn^T), and no
 gradient of A is formed. Every transposed product is computed as such, from operands that were loaded: Triton before 3.7.1
@@ -17,49 +21,69 @@ miscompiles a dot whose operand is the transpose of another dot's result. A docu
 every 2^(difference) across a boundary is 0. Yang et al. 2406.06484, 2412.06464; Dao and Gu 2405.21060.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eager import FORGOTTEN
+from .launch import architecture, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 
+LOG2_E = 1.4426950408889634
+MERGE = "tf32"  # precision of the products of `inverse_64`: tf32x3 takes prepare from 0.16 to 0.39 ms
 C = 64
+COUNTS = ["B", "T", "H", "N", "NS"]  # arguments no kernel is compiled anew for
 
 
 @triton.jit
-def _substitute(x, i, o):
-    """Row i of the inverse, from the rows before it; x holds -L below the rows done and the inverse's strict part in them."""
-    row = tl.sum(tl.where(o[:, None] == i, x, 0.0), axis=0)  # (16,): row i of -L
-    row += tl.sum(row[:, None] * x, axis=0) * (o < i)
-    return tl.where(o[:, None] == i, row[None, :], x)
+def inverse_64(b_L, PREC: tl.constexpr):
+    """(I + L)^-1 of a strictly lower b_L (64, 64), by merging blocks of s into blocks of 2s: X - X S X, with X the inverse of the
+    diagonal blocks of s and S what L has between the two of a pair. Unlike powers of L, no intermediate exceeds the inverse.
+
+    Up to blocks of 16 as four products side by side. In tf32 the inverse is 2e-3 off with keys correlated 0.9, about what rounding
+    A' to bf16 costs; in tf32x3 6e-7, but the error of output and gradients then falls by a few percent only."""
+    o, r, o_c = tl.arange(0, 4), tl.arange(0, 16), tl.arange(0, 64)
+    same = o[:, None, None, None] == o[None, None, :, None]
+    low = tl.sum(tl.where(same, tl.reshape(b_L, (4, 16, 4, 16)), 0.0), axis=2)  # (4, 16, 16): the diagonal blocks
+    i, j = r[None, :, None], r[None, None, :]
+    x = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -low, 0.0))
+    for s in tl.static_range(1, 4):
+        part = tl.where((i >> (s + 1) == j >> (s + 1)) & (i >> s != j >> s), low, 0.0)
+        x -= tl.dot(x, tl.dot(part, x, input_precision=PREC), input_precision=PREC)
+    x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (64, 64))
+    i, j = o_c[:, None], o_c[None, :]
+    for s in tl.static_range(4, 6):
+        part = tl.where((i >> (s + 1) == j >> (s + 1)) & (i >> s != j >> s), b_L, 0.0)
+        x -= tl.dot(x, tl.dot(part, x, input_precision=PREC), input_precision=PREC)
+    return x
 
 
 @triton.jit
-def _inverses_16(a, b, c, d, o):
-    """(I + L)^-1 of four strictly lower 16 x 16 tiles by substitution, side by side, since each step waits on the last."""
-    below, eye = o[:, None] > o[None, :], o[:, None] == o[None, :]
-    a, b, c, d = tl.where(below, -a, 0.0), tl.where(below, -b, 0.0), tl.where(below, -c, 0.0), tl.where(below, -d, 0.0)
-    for i in range(1, 16):
-        a, b, c, d = _substitute(a, i, o), _substitute(b, i, o), _substitute(c, i, o), _substitute(d, i, o)
-    return a + eye, b + eye, c + eye, d + eye
+def _rows(x, i_b, i_h, t0, d0, T, s_t, D: tl.constexpr, BD: tl.constexpr):
+    """64 rows and BD columns of x (B, T, H, D), its tokens s_t apart."""
+    o_t, o_d = t0 + tl.arange(0, 64)[:, None], d0 + tl.arange(0, BD)[None, :]
+    p = x + (i_b.to(tl.int64) * T + o_t) * s_t + i_h * D + o_d
+    return tl.load(p, mask=(o_t < T) & (o_d < D), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def prepare_kernel(
-    k, g, beta, starts, A, G, L, T, H, N,
-    R: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, HAS_STARTS: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    k, g, beta, starts, A, G, T, H, N, s_k,
+    R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, HAS_STARTS: tl.constexpr, DELTA: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """G (B, T, H) of one chunk of one head, and for the delta rule A' (B, T, H, 64). L is scratch, 64 x 64 fp32 a program: it is
-    written as one product and read back in 16 x 16 tiles, which Triton cannot cut from registers (small products spill)."""
+    """G (B, T, H) of one chunk of one head, and for the delta rule A' (B, T, H, 64)."""
     i = tl.program_id(0).to(tl.int64)
     i_c, i_h, i_b = (i % N).to(tl.int32), ((i // N) % H).to(tl.int32), (i // (N * H)).to(tl.int32)
     t0 = i_c * 64
     o_c = tl.arange(0, 64)
     o_t = (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
     seen = t0 + o_c < T
+    if DELTA:  # by pointers, and before anything waits: see inputs_kernel
+        b_k = _rows(k, i_b, i_h // R, t0, 0, T, s_k, K, BK).to(DOT)
+        b_beta = tl.load(beta + o_t, mask=seen, other=0.0).to(tl.float32)
     b_G = tl.zeros([64], dtype=tl.float32)
     if HAS_G or HAS_STARTS:
         b_g = tl.zeros([64], dtype=tl.float32)
@@ -69,459 +93,635 @@ def prepare_kernel(
             b_g -= 128.0 * tl.load(starts + i_b.to(tl.int64) * T + t0 + o_c, mask=seen, other=0).to(tl.float32)
         b_G = tl.cumsum(b_g, 0)
         tl.store(G + o_t, b_G, mask=seen)
-    if not DELTA:
-        return
-    b_k = k.load([i_b, i_h // R, t0, 0]).reshape(64, BK).to(DOT)
-    b_L = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
-    b_L *= tl.load(beta + o_t, mask=seen, other=0.0).to(tl.float32)[:, None]
-    if HAS_G or HAS_STARTS:
-        b_L *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-    L += i * 4096
-    tl.store(L + o_c[:, None] * 64 + o_c[None, :], tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0))
-    tl.debug_barrier()  # what the other threads wrote is read below
-
-    o = tl.arange(0, 16)
-    p = L + o[:, None] * 64 + o[None, :]
-    A00, A11, A22, A33 = _inverses_16(tl.load(p), tl.load(p + 16 * 65), tl.load(p + 32 * 65), tl.load(p + 48 * 65), o)
-    L10, L21, L32 = tl.load(p + 16 * 64), tl.load(p + 16 * 65 + 16 * 64), tl.load(p + 32 * 65 + 16 * 64)
-    L20, L31, L30 = tl.load(p + 32 * 64), tl.load(p + 16 * 65 + 32 * 64), tl.load(p + 48 * 64)
-    # Blocks below the diagonal: A_ij = -A_ii (sum over j <= m < i of L_im A_mj). tf32 on these is as good as ieee end to end.
-    A10 = -tl.dot(A11, tl.dot(L10, A00, input_precision="tf32"), input_precision="tf32")
-    A21 = -tl.dot(A22, tl.dot(L21, A11, input_precision="tf32"), input_precision="tf32")
-    A32 = -tl.dot(A33, tl.dot(L32, A22, input_precision="tf32"), input_precision="tf32")
-    x = tl.dot(L21, A10, tl.dot(L20, A00, input_precision="tf32"), input_precision="tf32")
-    A20 = -tl.dot(A22, x, input_precision="tf32")
-    x = tl.dot(L32, A21, tl.dot(L31, A11, input_precision="tf32"), input_precision="tf32")
-    A31 = -tl.dot(A33, x, input_precision="tf32")
-    x = tl.dot(L31, A10, tl.dot(L30, A00, input_precision="tf32"), input_precision="tf32")
-    A30 = -tl.dot(A33, tl.dot(L32, A20, x, input_precision="tf32"), input_precision="tf32")
-    p_beta = beta + (i_b.to(tl.int64) * T + t0 + o) * H + i_h
-    beta0, beta1 = tl.load(p_beta, mask=t0 + o < T, other=0.0), tl.load(p_beta + 16 * H, mask=t0 + 16 + o < T, other=0.0)
-    beta2 = tl.load(p_beta + 32 * H, mask=t0 + 32 + o < T, other=0.0)
-    beta3 = tl.load(p_beta + 48 * H, mask=t0 + 48 + o < T, other=0.0)
-    zero = tl.zeros([16, 16], dtype=tl.float32)
-    p_A = A + ((i_b.to(tl.int64) * T + t0) * H + i_h) * 64 + o[:, None].to(tl.int64) * H * 64 + o[None, :]
-    _store_16(p_A, A00 * beta0[None, :], zero, zero, zero, t0 + o, T)
-    _store_16(p_A + 16 * H * 64, A10 * beta0[None, :], A11 * beta1[None, :], zero, zero, t0 + 16 + o, T)
-    _store_16(p_A + 32 * H * 64, A20 * beta0[None, :], A21 * beta1[None, :], A22 * beta2[None, :], zero, t0 + 32 + o, T)
-    A30, A31, A32, A33 = A30 * beta0[None, :], A31 * beta1[None, :], A32 * beta2[None, :], A33 * beta3[None, :]
-    _store_16(p_A + 48 * H * 64, A30, A31, A32, A33, t0 + 48 + o, T)
+    if DELTA:
+        b_L = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_beta[:, None]
+        if HAS_G or HAS_STARTS:
+            b_L *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
+        b_A = inverse_64(tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0), MERGE) * b_beta[None, :]
+        tl.store(A + o_t[:, None] * 64 + o_c[None, :], b_A.to(A.dtype.element_ty), mask=seen[:, None])
 
 
 @triton.jit
-def _store_16(p, x0, x1, x2, x3, t, T):
-    """One block row of A': four 16 x 16 tiles side by side."""
-    m = (t < T)[:, None]
-    tl.store(p, x0.to(p.dtype.element_ty), mask=m)
-    tl.store(p + 16, x1.to(p.dtype.element_ty), mask=m)
-    tl.store(p + 32, x2.to(p.dtype.element_ty), mask=m)
-    tl.store(p + 48, x3.to(p.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def _decays(G, t0, T, H, DECAYS: tl.constexpr):
-    """Of one chunk: G (64,), e = 2^G, r = 2^(G_end - G), 2^G_end; G_end is that of the last token there is."""
+def _decays(G, i_b, i_h, t0, T, H, DECAYS: tl.constexpr):
+    """Of one chunk: G (64,), e = 2^G, r = 2^(G_end - G), 2^G_end, G_end being that of the last token there is. DECAYS: 0 none, 1
+    one a token, G (B, T, H), 2 constant, G (H,) its log2."""
     o = tl.arange(0, 64)
     b_G = tl.zeros([64], dtype=tl.float32)
     end = 0.0
-    if DECAYS:
-        b_G = tl.load(G + (t0 + o).to(tl.int64) * H, mask=t0 + o < T, other=0.0)
-        end = tl.load(G + (tl.minimum(t0 + 64, T) - 1).to(tl.int64) * H)
+    if DECAYS == 1:
+        p_G = G + i_b.to(tl.int64) * T * H + i_h
+        b_G = tl.load(p_G + (t0 + o).to(tl.int64) * H, mask=t0 + o < T, other=0.0)
+        end = tl.load(p_G + (tl.minimum(t0 + 64, T) - 1).to(tl.int64) * H)
+    if DECAYS == 2:
+        rate = tl.load(G + i_h)
+        b_G = rate * (o + 1)
+        end = rate * tl.minimum(64, T - t0)
     return b_G, tl.exp2(b_G), tl.exp2(tl.minimum(end - b_G, 0.0)), tl.exp2(end)
 
 
 @triton.jit
-def forward_kernel(
-    q, k, v, A, G, o, h, vn, h0, hT, scale, T, H, N,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
-    HAS_H0: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """All chunks of one head and BV columns of V, in order. OUT: write o and the final state; STATES: write each S and Vn."""
+def _scan(B, H, K, V, N, NS, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr):
+    """A scan's program: batch, head, columns of V, chunks from and to, offsets and mask of its state (slices, B, H, K, V)."""
     i = tl.program_id(0).to(tl.int64)
-    i_v, i_h, i_b = (i % NV).to(tl.int32), ((i // NV) % H).to(tl.int32), (i // (NV * H)).to(tl.int32)
+    i_v, i_h, i_b, i_s = i % NV, (i // NV) % H, (i // (NV * H)) % B, i // (NV * H * B)
+    o_k, o_v = tl.arange(0, BK)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+    o_h = ((i_s * B + i_b) * H + i_h) * K * V + o_k * V + o_v
+    first = (i_s * NS).to(tl.int32)
+    i_v, i_h, i_b = i_v.to(tl.int32), i_h.to(tl.int32), i_b.to(tl.int32)
+    return i_b, i_h, i_v * BV, first, tl.minimum(first + NS, N), o_h, (o_k < K) & (o_v < V)
+
+
+# Stores of the scans go through pointers: a descriptor's staging tiles would push the second of two programs off an SM.
+@triton.jit
+def _store_rows(x, b_x, i_b, i_h, t0, v0, T, H, V: tl.constexpr, BV: tl.constexpr):
+    """64 rows and BV columns of x (B, T, H, V)."""
+    o_t, o_v = t0 + tl.arange(0, 64)[:, None], v0 + tl.arange(0, BV)[None, :]
+    p = x + ((i_b.to(tl.int64) * T + o_t) * H + i_h) * V + o_v
+    tl.store(p, b_x.to(x.dtype.element_ty), mask=(o_t < T) & (o_v < V))
+
+
+@triton.jit
+def _store_state(x, b_x, i_b, i_h, i_c, v0, H, N, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """BV columns of the state of one chunk in x (B H, N, K, V)."""
+    o_k, o_v = tl.arange(0, BK)[:, None], v0 + tl.arange(0, BV)[None, :]
+    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + o_k * V + o_v
+    tl.store(p, b_x.to(x.dtype.element_ty), mask=(o_k < K) & (o_v < V))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    q, k, v, A, G, o, h, vn, h0, hT, scale, B, T, H, N, NS,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
+    HAS_H0: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, DELTA: tl.constexpr, EYE: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """NS chunks of one head and BV columns of V, in order, from h0 to hT (slices, B, H, K, V). OUT: write o; STATES: write each S
+    and Vn. EYE: start from the identity and take V for zero, which ends in the slice's transition matrix (slices, B, H, K, K)."""
+    i_b, i_h, v0, first, last, o_h, m_h = _scan(B, H, K, V, N, NS, BK, BV, NV)
     i_hk = i_h // R
-    G += i_b.to(tl.int64) * T * H + i_h
-    o_c, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    o_h = (i_b.to(tl.int64) * H + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
-    m_h = (o_k[:, None] < K) & (o_v[None, :] < V)
+    o_c = tl.arange(0, 64)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_H0:
         b_S += tl.load(h0 + o_h, mask=m_h, other=0.0)
+    if EYE:
+        b_S += tl.where(tl.arange(0, BK)[:, None] == v0 + tl.arange(0, BV)[None, :], 1.0, 0.0)
     causal = o_c[:, None] >= o_c[None, :]
-    for i_c in range(N):
+    for i_c in range(first, last):
         t0 = i_c * 64
         b_k = k.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-        b_v = v.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV)
-        b_G, e, r, e_end = _decays(G, t0, T, H, DECAYS)
+        b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
         b_S16 = b_S.to(DOT)
         if STATES:
-            h.store([i_b * H + i_h, i_c, 0, i_v * BV], b_S.to(h.dtype).reshape(1, 1, BK, BV))
-        b_vn = b_v.to(tl.float32)
+            _store_state(h, b_S16, i_b, i_h, i_c, v0, H, N, K, V, BK, BV)
         if DELTA:
-            b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
             b_u = tl.dot(b_k, b_S16, input_precision=PREC)
             if DECAYS:
                 b_u *= e[:, None]
-            b_vn = tl.dot(b_A, (b_vn - b_u).to(DOT), input_precision=PREC)
-            if STATES:
-                vn.store([i_b, i_h, t0, i_v * BV], b_vn.to(vn.dtype).reshape(1, 1, 64, BV))
-        if OUT:
+        if OUT:  # before Vn is made: S is then needed no more, and its operand makes room in shared memory
             b_q = q.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-            b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
             b_o = tl.dot(b_q, b_S16, input_precision=PREC)
             if DECAYS:
-                b_p *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
                 b_o *= e[:, None]
+        if not EYE:
+            b_vn = v.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32)
+        if DELTA:
+            b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
+            b_vn = -b_u if EYE else b_vn - b_u
+            b_vn = tl.dot(b_A, b_vn.to(DOT), input_precision=PREC)
+        if OUT:
+            b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+            if DECAYS:
+                b_p *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
             b_p = tl.where(causal, b_p, 0.0)
             b_o += tl.dot(b_p.to(DOT), b_vn.to(DOT), input_precision=PREC)
-            # Not through a descriptor: its staging tile would push two CTAs of this kernel off one SM.
-            p_o = o + ((i_b.to(tl.int64) * T + t0 + o_c[:, None]) * H + i_h) * V + o_v[None, :]
-            tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=(t0 + o_c[:, None] < T) & (o_v[None, :] < V))
+            _store_rows(o, b_o * scale, i_b, i_h, t0, v0, T, H, V, BV)
+        if DELTA and STATES:
+            _store_rows(vn, b_vn, i_b, i_h, t0, v0, T, H, V, BV)
         if DECAYS:
             b_S *= e_end
             b_vn *= r[:, None]
         b_S += tl.dot(tl.trans(b_k), b_vn.to(DOT), input_precision=PREC)
-    if OUT:
+    if OUT or not STATES:
         tl.store(hT + o_h, b_S, mask=m_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def reverse_kernel(
-    q, k, do, A, G, dv, dh, dhT, dh0, scale, T, H, N,
+    q, k, do, A, G, dv, dh, dhT, dh0, scale, B, T, H, N, NS,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
-    HAS_DHT: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    HAS_DHT: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of one head and BV columns of V, last first: dV, each chunk's dS (of its outgoing state), and dh0."""
-    i = tl.program_id(0).to(tl.int64)
-    i_v, i_h, i_b = (i % NV).to(tl.int32), ((i // NV) % H).to(tl.int32), (i // (NV * H)).to(tl.int32)
+    """NS chunks of one head and BV columns of V, last first, from the gradient dhT of the state behind them to that before, dh0
+    (both slices, B, H, K, V). OUT: write dV; STATES: write each chunk's dS, that of its outgoing state."""
+    i_b, i_h, v0, first, last, o_h, m_h = _scan(B, H, K, V, N, NS, BK, BV, NV)
     i_hk = i_h // R
-    G += i_b.to(tl.int64) * T * H + i_h
-    o_c, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    o_h = (i_b.to(tl.int64) * H + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
-    m_h = (o_k[:, None] < K) & (o_v[None, :] < V)
+    o_c = tl.arange(0, 64)
     b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_DHT:
         b_dS += tl.load(dhT + o_h, mask=m_h, other=0.0)
     anticausal = o_c[:, None] <= o_c[None, :]
-    for j in range(N):
-        i_c = N - 1 - j
+    for j in range(first, last):
+        i_c = first + last - 1 - j
         t0 = i_c * 64
         b_q = q.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-        b_k = k.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-        b_do = do.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(tl.float32) * scale
-        b_G, e, r, e_end = _decays(G, t0, T, H, DECAYS)
+        b_do = do.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32) * scale
+        b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
         b_dS16 = b_dS.to(DOT)
-        dh.store([i_b * H + i_h, i_c, 0, i_v * BV], b_dS.to(dh.dtype).reshape(1, 1, BK, BV))
-        b_pT = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # computed transposed: rows are keys
-        b_dvn = tl.dot(b_k, b_dS16, input_precision=PREC)
-        if DECAYS:
-            b_pT *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
-            b_dvn *= r[:, None]
-        b_pT = tl.where(anticausal, b_pT, 0.0)
-        b_dvn += tl.dot(b_pT.to(DOT), b_do.to(DOT), input_precision=PREC)
-        if DELTA:
-            b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
-            b_dvn = tl.dot(tl.trans(b_A), b_dvn.to(DOT), input_precision=PREC)
-        dv.store([i_b, i_h, t0, i_v * BV], b_dvn.to(dv.dtype).reshape(1, 1, 64, BV))
+        if STATES:
+            _store_state(dh, b_dS16, i_b, i_h, i_c, v0, H, N, K, V, BK, BV)
+        if DELTA or OUT:
+            b_k = k.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
+            b_pT = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # computed transposed: rows are keys
+            b_dvn = tl.dot(b_k, b_dS16, input_precision=PREC)
+            if DECAYS:
+                b_pT *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
+                b_dvn *= r[:, None]
+            b_pT = tl.where(anticausal, b_pT, 0.0)
+            b_dvn += tl.dot(b_pT.to(DOT), b_do.to(DOT), input_precision=PREC)
+            if DELTA:
+                b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
+                b_dvn = tl.dot(tl.trans(b_A), b_dvn.to(DOT), input_precision=PREC)
+            if OUT:
+                _store_rows(dv, b_dvn, i_b, i_h, t0, v0, T, H, V, BV)
         if DECAYS:
             b_dS *= e_end
             b_do *= e[:, None]
-            b_dvn *= e[:, None]
         b_dS += tl.dot(tl.trans(b_q), b_do.to(DOT), input_precision=PREC)
         if DELTA:
+            if DECAYS:
+                b_dvn *= e[:, None]
             b_dS -= tl.dot(tl.trans(b_k), b_dvn.to(DOT), input_precision=PREC)
     tl.store(dh0 + o_h, b_dS, mask=m_h)
 
 
 @triton.jit
+def _state(x, i_b, i_h, i_c, k0, v0, H, N, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A tile of the state of one chunk in x (B H, N, K, V)."""
+    o_k, o_v = k0 + tl.arange(0, BK)[:, None], v0 + tl.arange(0, BV)[None, :]
+    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + o_k * V + o_v
+    return tl.load(p, mask=(o_k < K) & (o_v < V), other=0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def inputs_kernel(
-    q, k, v, do, vn, dv, h, dh, G, beta, dq, dk, dbeta, dG, scale, T, H, N, s_part,
-    R: tl.constexpr, V: tl.constexpr, BKB: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
-    DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, N, s_q, s_k, s_v, s_vn, s_gate,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BKB: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
+    DECAYS: tl.constexpr, DG: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk of one chunk, one key head and BKB key channels; their parts of dbeta and dG, one slice of `s_part` elements each."""
+    """dq, dk (B, T, H, K) and dbeta, dg (2, B, T, H) of one chunk and value head, NK tiles of BKB key channels one after the other.
+
+    Loads go through pointers, many at a time: descriptors are waited for one by one outside a pipelined loop. The gradients of the
+    scores serve all tiles, and are computed transposed as well: a transposed result is no operand (see above)."""
     i = tl.program_id(0).to(tl.int64)
-    i_k, i_c = (i % NK).to(tl.int32), ((i // NK) % N).to(tl.int32)
-    i_hk, i_b = ((i // (NK * N)) % (H // R)).to(tl.int32), (i // (NK * N * (H // R))).to(tl.int32)
-    t0 = i_c * 64
+    i_c, i_h, i_b = (i % N).to(tl.int32), ((i // N) % H).to(tl.int32), (i // (N * H)).to(tl.int32)
+    i_hk, t0, s_do = i_h // R, i_c * 64, H * V
     o_c = tl.arange(0, 64)
-    causal, strict = o_c[:, None] >= o_c[None, :], o_c[:, None] > o_c[None, :]
-    b_q = q.load([i_b, i_hk, t0, i_k * BKB]).reshape(64, BKB).to(DOT)
-    b_k = k.load([i_b, i_hk, t0, i_k * BKB]).reshape(64, BKB).to(DOT)
-    b_dq = tl.zeros([64, BKB], dtype=tl.float32)
-    b_dk = tl.zeros([64, BKB], dtype=tl.float32)
-    for j in range(R):
-        i_h = i_hk * R + j
-        p_G = G + i_b.to(tl.int64) * T * H + i_h
-        b_G, e, r, e_end = _decays(p_G, t0, T, H, DECAYS)
-        o_t = i_k * s_part + (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
-        # Rows of the scores: what reaches q_i and, through the solve, k_i, whose decay grows with i.
-        dp = tl.zeros([64, 64], dtype=tl.float32)
-        g_q = tl.zeros([64, BKB], dtype=tl.float32)
+    seen = t0 + o_c < T
+    b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
+    o_t = (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
+    if DELTA:
+        b_beta = tl.load(beta + o_t, mask=seen, other=1.0).to(tl.float32)
+    if DG:
+        b_g = tl.load(g + o_t, mask=seen, other=0.0).to(tl.float32)
+    # Rows of the scores: what reaches q_i and, through the solve, k_i, whose decay grows with i.
+    dp = tl.zeros([64, 64], dtype=tl.float32)
+    if DELTA:
+        dl = tl.zeros([64, 64], dtype=tl.float32)
+        b_dbeta = tl.zeros([64], dtype=tl.float32)
+    for i_v in tl.static_range(NV):
+        b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+        b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+        dp = tl.dot(b_do, tl.trans(b_vn), dp, input_precision=PREC)
         if DELTA:
-            dl = tl.zeros([64, 64], dtype=tl.float32)
-            g_p = tl.zeros([64, BKB], dtype=tl.float32)
-            xv = tl.zeros([64], dtype=tl.float32)
-        for i_v in range(NV):
-            b_do = do.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-            b_vn = vn.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-            b_S = h.load([i_b * H + i_h, i_c, i_k * BKB, i_v * BV]).reshape(BKB, BV).to(DOT)
-            dp = tl.dot(b_do, tl.trans(b_vn), dp, input_precision=PREC)
+            b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+            dl = tl.dot(b_x, tl.trans(b_vn), dl, input_precision=PREC)
+    if DECAYS:
+        gamma = tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
+        dp *= gamma
+        if DELTA:
+            dl *= gamma
+    # Scaled before it is rounded, here and below: in dG the two cancel to the last bit, or leave 6e-2 of error.
+    dp = (tl.where(o_c[:, None] >= o_c[None, :], dp, 0.0) * scale).to(DOT)
+    if DELTA:
+        dl = tl.where(o_c[:, None] > o_c[None, :], dl, 0.0).to(DOT)
+    # Columns, computed as rows of the transpose: what reaches k_j, whose decay falls with j.
+    dpT = tl.zeros([64, 64], dtype=tl.float32)
+    if DELTA:
+        dlT = tl.zeros([64, 64], dtype=tl.float32)
+    for i_v in tl.static_range(NV):
+        if NV > 1:  # else what was loaded above
+            b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+            b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+        dpT = tl.dot(b_vn, tl.trans(b_do), dpT, input_precision=PREC)
+        if DELTA:
+            if NV > 1:
+                b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+            dlT = tl.dot(b_vn, tl.trans(b_x), dlT, input_precision=PREC)
+            b_v = _rows(v, i_b, i_h, t0, i_v * BV, T, s_v, V, BV)
+            b_dbeta += tl.sum(b_x.to(tl.float32) * b_v.to(tl.float32), axis=1)
+    if DECAYS:
+        gamma = tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
+        dpT *= gamma
+        if DELTA:
+            dlT *= gamma
+    dpT = (tl.where(o_c[:, None] <= o_c[None, :], dpT, 0.0) * scale).to(DOT)
+    if DELTA:
+        dlT = tl.where(o_c[:, None] < o_c[None, :], -dlT, 0.0).to(DOT)
+    b_dG = tl.zeros([64], dtype=tl.float32)
+    end = 0.0
+    for i_k in range(NK):
+        k0 = i_k * BKB
+        b_q = _rows(q, i_b, i_hk, t0, k0, T, s_q, K, BKB).to(DOT)
+        b_k = _rows(k, i_b, i_hk, t0, k0, T, s_k, K, BKB).to(DOT)
+        g_q = tl.zeros([64, BKB], dtype=tl.float32)
+        g_p = tl.zeros([64, BKB], dtype=tl.float32)
+        g_m = tl.zeros([64, BKB], dtype=tl.float32)
+        for i_v in tl.static_range(NV):
+            if NV > 1:
+                b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+                b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+                if DELTA:
+                    b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+            b_S = _state(h, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
             g_q = tl.dot(b_do, tl.trans(b_S), g_q, input_precision=PREC)
             if DELTA:
-                b_x = dv.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-                dl = tl.dot(b_x, tl.trans(b_vn), dl, input_precision=PREC)
                 g_p = tl.dot(b_x, tl.trans(b_S), g_p, input_precision=PREC)
-                if i_k == 0:
-                    b_v = v.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV)
-                    xv += tl.sum(b_x.to(tl.float32) * b_v.to(tl.float32), axis=1)
-        if DECAYS:
-            gamma = tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-            dp, g_q = dp * gamma, g_q * e[:, None]
-            if DELTA:
-                dl, g_p = dl * gamma, g_p * e[:, None]
-        # Scaled before it is rounded, as its transpose below is: in dG the two cancel to the last bit, or leave 6e-2 of error.
-        dp = tl.where(causal, dp, 0.0) * scale
-        g_q = tl.dot(dp.to(DOT), b_k, g_q * scale, input_precision=PREC)
-        b_dq += g_q
-        b_dG = tl.sum(g_q * b_q.to(tl.float32), axis=1)
-        if DELTA:
-            dl = tl.where(strict, dl, 0.0)
-            g_p = -tl.dot(dl.to(DOT), b_k, g_p, input_precision=PREC)
-            b_dk += g_p
-            kp = tl.sum(g_p * b_k.to(tl.float32), axis=1)
-            b_dG += kp
-            p_beta = beta + (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
-            b_beta = tl.load(p_beta, mask=t0 + o_c < T, other=1.0).to(tl.float32)
-            tl.store(dbeta + o_t, tl.where(b_beta > 0, (xv + kp) / b_beta, 0.0), mask=t0 + o_c < T)
-        # Columns of the scores, computed as rows of their transposes: what reaches k_j, whose decay falls with j.
-        dpT = tl.zeros([64, 64], dtype=tl.float32)
-        g_m = tl.zeros([64, BKB], dtype=tl.float32)
-        if DELTA:
-            dlT = tl.zeros([64, 64], dtype=tl.float32)
-        ss = 0.0
-        for i_v in range(NV):
-            b_do = do.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-            b_vn = vn.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-            b_dS = dh.load([i_b * H + i_h, i_c, i_k * BKB, i_v * BV]).reshape(BKB, BV).to(DOT)
-            dpT = tl.dot(b_vn, tl.trans(b_do), dpT, input_precision=PREC)
+            b_dS = _state(dh, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
+            if DG:
+                end += e_end * tl.sum(tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1), axis=0)
             g_m = tl.dot(b_vn, tl.trans(b_dS), g_m, input_precision=PREC)
-            if DELTA:
-                b_x = dv.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
-                dlT = tl.dot(b_vn, tl.trans(b_x), dlT, input_precision=PREC)
-            if DECAYS:
-                b_S = h.load([i_b * H + i_h, i_c, i_k * BKB, i_v * BV]).reshape(BKB, BV)
-                ss += tl.sum(tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1), axis=0)
         if DECAYS:
-            gammaT = tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
-            dpT, g_m = dpT * gammaT, g_m * r[:, None]
-            if DELTA:
-                dlT *= gammaT
-            last = tl.minimum(t0 + 64, T) - 1 - t0
-            at_end = tl.sum(tl.sum(g_m * b_k.to(tl.float32), axis=1), axis=0) + e_end * ss
-            b_dG += tl.where(o_c == last, at_end, 0.0)
-        dpT = tl.where(o_c[:, None] <= o_c[None, :], dpT, 0.0) * scale
-        g_m = tl.dot(dpT.to(DOT), b_q, g_m, input_precision=PREC)
+            g_q, g_m = g_q * e[:, None], g_m * r[:, None]
+        g_q = tl.dot(dp, b_k, g_q * scale, input_precision=PREC)
+        if DG:
+            b_dG += tl.sum(g_q * b_q.to(tl.float32), axis=1)
+        _store_rows(dq, g_q, i_b, i_h, t0, k0, T, H, K, BKB)
         if DELTA:
-            dlT = tl.where(o_c[:, None] < o_c[None, :], -dlT, 0.0)
-            g_m = tl.dot(dlT.to(DOT), b_k, g_m, input_precision=PREC)
-        b_dk += g_m
-        if DECAYS:
-            tl.store(dG + o_t, b_dG - tl.sum(g_m * b_k.to(tl.float32), axis=1), mask=t0 + o_c < T)
-    dq.store([i_b, i_hk, t0, i_k * BKB], b_dq.to(dq.dtype).reshape(1, 1, 64, BKB))
-    dk.store([i_b, i_hk, t0, i_k * BKB], b_dk.to(dk.dtype).reshape(1, 1, 64, BKB))
+            if DECAYS:
+                g_p *= e[:, None]
+            g_p = -tl.dot(dl, b_k, g_p, input_precision=PREC)
+            kp = tl.sum(g_p * b_k.to(tl.float32), axis=1)
+            b_dbeta += kp
+            if DG:
+                b_dG += kp
+        if DG:
+            end += tl.sum(tl.sum(g_m * b_k.to(tl.float32), axis=1), axis=0)
+        g_m = tl.dot(dpT, b_q, g_m, input_precision=PREC)
+        if DELTA:
+            g_m = tl.dot(dlT, b_k, g_m, input_precision=PREC)
+        if DG:
+            b_dG -= tl.sum(g_m * b_k.to(tl.float32), axis=1)
+        _store_rows(dk, g_p + g_m, i_b, i_h, t0, k0, T, H, K, BKB)
+    if DELTA:
+        b_dbeta = tl.where(b_beta > 0, b_dbeta / tl.where(b_beta > 0, b_beta, 1.0), 0.0)
+        tl.store(gates + o_t, b_dbeta, mask=seen)
+    if DG:  # g reaches every G behind it in the chunk; one that was clamped has no gradient
+        b_dG += tl.where(o_c == tl.minimum(64, T - t0) - 1, end, 0.0)
+        b_dG = tl.cumsum(b_dG, 0, reverse=True)
+        tl.store(gates + s_gate + o_t, tl.where(b_g < -40.0, 0.0, b_dG), mask=seen)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Launches
 
 
-def _tile(x, block):
-    """A descriptor of x `(B, T, H, D)` in the order (B, H, T, D), in tiles `(1, 1, *block)`; zeros beyond the ends."""
-    x = x.permute(0, 2, 1, 3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *block])
+def _entry(v_columns, warps, stages):
+    return {"BV": v_columns, "num_warps": warps, "num_stages": stages}
 
 
-def _ready(x):
-    """x itself if a descriptor can read it: last stride 1, the others multiples of 16 bytes; else a copy."""
-    fine = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fine else x.contiguous()
-
-
-# Warps and stages of each kernel, by bytes of a dot operand; on an H200 at B8 T4096 H16 K=V=128, ms: prepare 0.26 (0.42 with 2
-# warps, 0.58 with 4: its sums over 16 rows cross warps), inputs 0.90 (1.32 with 1 stage). More than 4 warps around several dots are
-# serialised by ptxas, or wrong before Triton 3.7.1.
+# Columns of V a program takes, warps and stages, by architecture and bytes of a dot operand.
 LAUNCH = {
-    2: {"prepare": (1, 1), "forward": (4, 2), "states": (4, 2), "reverse": (4, 2), "inputs": (4, 2)},
-    4: {"prepare": (1, 1), "forward": (4, 1), "states": (4, 1), "reverse": (4, 1), "inputs": (4, 1)},
+    (90, 2): {
+        "prepare": {"num_warps": 4, "num_stages": 1},
+        "forward": _entry(64, 4, 2),
+        "keep": _entry(64, 4, 2),
+        "states": _entry(64, 4, 2),
+        "reverse": _entry(64, 4, 2),
+        "inputs": _entry(128, 4, 1),
+        "inputs_linear": _entry(128, 4, 1),
+    },
+    (90, 4): {
+        "prepare": {"num_warps": 4, "num_stages": 1},
+        **dict.fromkeys(("forward", "keep", "states", "reverse", "inputs", "inputs_linear"), _entry(32, 4, 1)),
+    },
 }
+LAUNCH[100, 2], LAUNCH[100, 4] = LAUNCH[90, 2], LAUNCH[90, 4]
+LAUNCH[80, 4] = LAUNCH[80, 2] = {
+    "prepare": {"num_warps": 4, "num_stages": 1},
+    **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(16, 8, 1)),
+    **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 8, 1)),
+}
+SLICES = {"programs": 264, "chunks": 8}
 
 
-def _launch(kernel, x):
-    warps, stages = LAUNCH[x.element_size()][kernel]
-    return {"num_warps": warps, "num_stages": stages}
+class Plan:
+    """Sizes of a call (B, T, H, K, V; R value heads a key head; N chunks; BK, the padded K; slices of so many chunks) and the
+    options of its launches. Made once for a set of sizes, since a launch takes less time than putting its options together."""
+
+    def __init__(self, B, T, H, Hk, K, V, delta, table, types):
+        self.B, self.T, self.H, self.K, self.V, self.R, self.N = B, T, H, K, V, H // Hk, triton.cdiv(T, C)
+        self.BK, self.delta, self.table = max(16, triton.next_power_of_2(K)), delta, table
+        self.common = types | {"R": self.R, "DELTA": delta}
+        self.prepare = table["prepare"] | types | {"R": self.R, "K": K, "BK": self.BK, "DELTA": delta, "MERGE": MERGE}
+        self.forward, self.keep, self.reverse = (self.scan(kernel, V) for kernel in ("forward", "keep", "reverse"))
+        self.states, self.eye = self.scan("states", V), self.scan("states", K)
+        inputs = dict(table["inputs" if delta else "inputs_linear"])
+        BV, BKB = min(inputs.pop("BV"), max(16, triton.next_power_of_2(V))), min(self.BK, 64)
+        NK = triton.cdiv(K, BKB)
+        self.inputs = inputs | self.common | {"K": K, "V": V, "BKB": BKB, "NK": NK, "BV": BV, "NV": triton.cdiv(V, BV)}
+        # Slices of a sequence, until there are so many programs, or so few chunks in a slice.
+        wanted = min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
+        self.chunks = triton.cdiv(self.N, wanted) if wanted > 1 else self.N
+        self.slices = triton.cdiv(self.N, self.chunks)
+
+    def scan(self, kernel, columns):
+        """Options of a scan over `columns` of V; NV programs a sequence and head."""
+        chosen = dict(self.table[kernel])
+        if self.BK > 128:
+            chosen |= {"BV": 32, "num_stages": 1}
+        chosen["BV"] = min(chosen["BV"], max(16, triton.next_power_of_2(columns)))
+        return chosen | self.common | {"NV": triton.cdiv(columns, chosen["BV"]), "K": self.K, "V": columns, "BK": self.BK}
 
 
-def _shapes(q, v):
+@functools.lru_cache(maxsize=1024)
+def _plan(B, T, H, Hk, K, V, delta, architecture, dtype, size):
+    return Plan(B, T, H, Hk, K, V, delta, LAUNCH[architecture, size], operand_types(dtype, forward_kernel))
+
+
+def plan(q, v, delta):
     B, T, H, V = v.shape
-    Hk, K = q.shape[2:]
-    BK, BV = max(16, triton.next_power_of_2(K)), min(64, max(16, triton.next_power_of_2(V)))
-    if BK > 128:
-        BV = min(BV, 32)
-    return B, T, H, V, H // Hk, K, BK, BV, triton.cdiv(V, BV), triton.cdiv(T, C)
+    return _plan(B, T, H, q.shape[2], q.shape[3], V, delta, architecture(q), q.dtype, q.element_size())
 
 
-def _types(x):
-    """The type of dot operands and the precision of fp32 dots. The interpreter keeps bf16 as bit patterns: fp32 there."""
-    interpreted = not isinstance(forward_kernel, triton.JITFunction)
-    if interpreted or x.dtype == torch.float32:
-        return {"DOT": tl.float32, "PREC": "ieee"}
-    return {"DOT": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype], "PREC": "tf32"}
+def _by_token(x):
+    """x (B, T, H, D) itself if a stride of its tokens is all a kernel must know, as with a slice of a projection; else a copy."""
+    B, T, H, D = x.shape
+    fine = x.stride() == (T * x.stride(1), x.stride(1), D, 1)
+    return ready(x) if fine else x.contiguous()
 
 
-def _forward_pass(q, k, v, g, beta, h0, starts, scale):
-    """Output, final state, A' (of no size without beta) and G."""
-    B, T, H, V, R, K, BK, BV, NV, N = _shapes(q, v)
-    delta, types = beta is not None, _types(q)
-    q, k, v = _ready(q), _ready(k), _ready(v)
-    G = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    A = torch.empty(B, T, H, C if delta else 0, dtype=q.dtype, device=q.device)
-    scratch = torch.empty(N * B * H if delta else 0, C, C, dtype=torch.float32, device=q.device)
-    o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
-    hT = torch.empty(B, H, K, V, dtype=torch.float32, device=v.device)
-    q_tile, k_tile, v_tile = _tile(q, [C, BK]), _tile(k, [C, BK]), _tile(v, [C, BV])
-    A_tile = _tile(A, [C, C]) if delta else v_tile
-    decays = g is not None or starts is not None
-    types |= {"DELTA": delta}
-    if delta or decays:
-        gates = G if g is None else g.contiguous(), beta.contiguous() if delta else G, G if starts is None else starts
-        flags = {"R": R, "BK": BK, "HAS_G": g is not None, "HAS_STARTS": starts is not None}
-        prepare_kernel[(N * B * H,)](k_tile, *gates, A, G, scratch, T, H, N, **flags, **types, **_launch("prepare", q))
-    flags = {"R": R, "K": K, "V": V, "BK": BK, "BV": BV, "NV": NV, "DECAYS": decays, "HAS_H0": h0 is not None, "OUT": True}
-    tiles, start = (q_tile, k_tile, v_tile, A_tile), hT if h0 is None else h0.contiguous()
-    forward_kernel[(NV * B * H,)](
-        *tiles, G, o, v_tile, v_tile, start, hT, scale, T, H, N, STATES=False, **flags, **types, **_launch("forward", q)
-    )
-    return o, hT, A, G
+def _decay_mode(g, starts):
+    return 2 if g is not None and g.ndim == 1 else int(g is not None or starts is not None)
 
 
-def _backward_pass(q, k, v, g, beta, h0, starts, A, G, do, dhT, scale):
-    """dq, dk, dv, dg (of no size without g), dbeta (likewise), dh0."""
-    B, T, H, V, R, K, BK, BV, NV, N = _shapes(q, v)
-    delta, decays, types = beta is not None, g is not None or starts is not None, _types(q)
-    q, k, v, do = _ready(q), _ready(k), _ready(v), _ready(do)
-    dv = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
-    vn = torch.empty_like(dv) if delta else v
-    h, dh = (torch.empty(B * H, N, K, V, dtype=q.dtype, device=q.device) for _ in range(2))
-    dh0 = torch.empty(B, H, K, V, dtype=torch.float32, device=q.device)
-    BKB = min(BK, 64)
-    NK = triton.cdiv(K, BKB)
+def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
+    """Output, final state, and for the backward A' (of no size without beta), G, each chunk's S and Vn (of no size unless `keep`),
+    and the slices' transitions (of no size for one slice)."""
+    s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
+    q, k, v = ready(q), _by_token(k), ready(v)
+    A = torch.empty(s.B, s.T, s.H, C if s.delta else 0, dtype=q.dtype, device=q.device)
+    G = g * LOG2_E if mode == 2 else torch.empty(s.B, s.T, s.H, dtype=torch.float32, device=q.device)
+    if s.delta or mode == 1:
+        gates = G if g is None else g.contiguous(), beta.contiguous() if s.delta else G, G if starts is None else starts
+        prepare_kernel[(s.N * s.B * s.H,)](
+            k, *gates, A, G, s.T, s.H, s.N, k.stride(1), HAS_G=g is not None, HAS_STARTS=starts is not None, **s.prepare
+        )
+    o, hT, h, vn, M = _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep)
+    return o, hT, A, G, h, vn, M
 
-    def states(x, rows):
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, BV])
 
-    shared = {"R": R, "V": V, "BV": BV, "NV": NV, "DECAYS": decays, "DELTA": delta, **types}
-    q_tile, k_tile, v_tile = _tile(q, [C, BK]), _tile(k, [C, BK]), _tile(v, [C, BV])
-    vn_tile, dv_tile, do_tile = _tile(vn, [C, BV]), _tile(dv, [C, BV]), _tile(do, [C, BV])
-    A_tile = _tile(A, [C, C]) if delta else v_tile
-    forward_kernel[(NV * B * H,)](
-        q_tile, k_tile, v_tile, A_tile, G, dv, states(h, BK), vn_tile, dh0 if h0 is None else h0.contiguous(), dh0, scale, T, H, N,
-        K=K, BK=BK, HAS_H0=h0 is not None, OUT=False, STATES=True, **shared, **_launch("states", q),
+def _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep=False):
+    """Output, final state, each chunk's S and Vn, transitions of the slices."""
+    k_tile, M = tile(k, [C, s.BK]), q.new_empty(0, dtype=torch.float32)
+    if s.slices > 1:
+        h0, M = _slice_starts(s, k_tile, v, A, G, h0, mode)
+    options = s.keep if keep else s.forward
+    o = torch.empty(s.B, s.T, s.H, s.V, dtype=v.dtype, device=v.device)
+    hT = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
+    h = torch.empty(s.B * s.H, s.N if keep else 0, s.K, s.V, dtype=q.dtype, device=q.device)
+    vn = torch.empty(s.B, s.T if keep and s.delta else 0, s.H, s.V, dtype=q.dtype, device=q.device)
+    q_tile, v_tile = tile(q, [C, s.BK]), tile(v, [C, options["BV"]])
+    forward_kernel[(options["NV"] * s.B * s.H * s.slices,)](
+        q_tile, k_tile, v_tile, tile(A, [C, C]) if s.delta else v_tile, G, o, h, vn, hT if h0 is None else h0, hT, scale,
+        s.B, s.T, s.H, s.N, s.chunks, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode, **options,
     )  # fmt: skip
-    reverse_kernel[(NV * B * H,)](
-        q_tile, k_tile, do_tile, A_tile, G, dv_tile, states(dh, BK), dh0 if dhT is None else dhT.contiguous(), dh0, scale, T, H, N,
-        K=K, BK=BK, HAS_DHT=dhT is not None, **shared, **_launch("reverse", q),
+    return o, hT[-1], h, vn, M
+
+
+def _slice_starts(s, k_tile, v, A, G, h0, mode):
+    """The state before each slice (slices, B, H, K, V), from what each adds to zero and the matrix M by which it carries one on."""
+    local = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
+    A_tile = tile(A, [C, C]) if s.delta else k_tile
+
+    def scan(out, options, eye):
+        v_tile = k_tile if eye else tile(v, [C, options["BV"]])
+        forward_kernel[(options["NV"] * s.B * s.H * s.slices,)](
+            k_tile, k_tile, v_tile, A_tile, G, out, out, out, out, out, 0.0, s.B, s.T, s.H, s.N, s.chunks,
+            HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode, **options,
+        )  # fmt: skip
+        return out
+
+    scan(local, s.states, False)
+    if s.delta:
+        M = scan(torch.empty(s.slices, s.B, s.H, s.K, s.K, dtype=torch.float32, device=v.device), s.eye, True)
+    else:
+        M = _slice_decays(s, G, mode)
+    before = torch.empty_like(local)
+    before[0] = 0.0 if h0 is None else h0
+    _carry(M, before, local, range(s.slices - 1), 1)
+    return before, M
+
+
+def _slice_decays(s, G, mode):
+    """The decay over each slice (slices, B, H, 1, 1)."""
+    if mode == 0:
+        return torch.ones(s.slices, s.B, s.H, 1, 1, device=G.device)
+    first = torch.arange(s.slices, device=G.device) * s.chunks * C
+    if mode == 2:
+        total = ((first + s.chunks * C).clamp(max=s.T) - first)[:, None, None] * G.expand(s.B, s.H)
+    else:  # G at the last tokens of the chunks, summed over the slice; beyond the sequence there are none
+        t = first[:, None] + C * torch.arange(s.chunks, device=G.device)
+        ends = torch.where((t < s.T)[..., None], G[:, (t + C - 1).clamp(max=s.T - 1)], 0.0)  # (B, slices, chunks, H)
+        total = ends.sum(2).transpose(0, 1)
+    return torch.exp2(total)[..., None, None]
+
+
+def _carry(M, state, local, order, step):
+    """state[i + step] = M[i] state[i] + local[i] for i in order; M a matrix of a head, or its decay."""
+    M, state, local = (x.flatten(1, 2).unbind(0) for x in (M, state, local))
+    for i in order:
+        if M[i].shape[-1] == 1:
+            torch.addcmul(local[i], M[i], state[i], out=state[i + step])
+        else:
+            torch.baddbmm(local[i], M[i], state[i], out=state[i + step])
+
+
+def _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=False):
+    """dV, dh0, each chunk's dS."""
+    options = s.reverse
+    dv = torch.empty(s.B, s.T, s.H, s.V, dtype=do.dtype, device=do.device)
+    dh = torch.empty(s.B * s.H, s.N if keep else 0, s.K, s.V, dtype=do.dtype, device=do.device)
+    q_tile, k_tile, do_tile = tile(q, [C, s.BK]), tile(k, [C, s.BK]), tile(do, [C, options["BV"]])
+    A_tile = tile(A, [C, C]) if s.delta else do_tile
+
+    def scan(start, out):
+        before = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=do.device)
+        reverse_kernel[(options["NV"] * s.B * s.H * s.slices,)](
+            q_tile, k_tile, do_tile, A_tile, G, dv, dh, before if start is None else start, before, scale,
+            s.B, s.T, s.H, s.N, s.chunks, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode, **options,
+        )  # fmt: skip
+        return before
+
+    if s.slices > 1:
+        local = scan(None, False)
+        behind = torch.empty_like(local)
+        behind[-1] = 0.0 if dhT is None else dhT
+        _carry(M.mT, behind, local, range(s.slices - 1, 0, -1), -1)
+        dhT = behind
+    return dv, scan(dhT, True)[0], dh
+
+
+def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted):
+    """dq, dk, dv, dbeta and dg as one tensor (2, B, T, H), each written where there is such an input, dh0."""
+    s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
+    B, T, H, K = s.B, s.T, s.H, s.K
+    q, k, v, do = _by_token(q), _by_token(k), _by_token(v), do.contiguous()
+    dhT = None if dhT is None else dhT.contiguous()
+    if not h.numel():  # Linear attention whose decay needs no gradient: its forward, with the inputs in other places.
+        # dQ = f(dO, V, K), dK = f'(V, dO, Q), dV = f'(K, Q, dO), f' from the last token to the first: no states in memory.
+        t, (h0, dhT_t) = plan(do, k, False), (None if x is None else x.mT.contiguous() for x in (h0, dhT))
+        dq = _forward_scan(t, do, v, k, A, G, h0, scale, mode)[0]
+        dk = _reverse_scan(t, do, v, q, A, G, M, dhT_t, scale, mode)[0]
+        dv, dh0, _ = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode)
+        return dq, dk, dv, G.new_empty(0), dh0
+    dv, dh0, dh = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=True)
+    dq, dk = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in range(2))
+    gates = torch.empty(2, B, T, H, dtype=torch.float32, device=q.device)
+    vn = vn if s.delta else v
+    g, beta = g.contiguous() if dg_wanted else G, beta.contiguous() if s.delta else G
+    inputs_kernel[(s.N * B * H,)](
+        q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1), v.stride(1),
+        vn.stride(1), B * T * H, DECAYS=mode, DG=dg_wanted, **s.inputs,
     )  # fmt: skip
-    dq, dk = (torch.empty(B, T, H // R, K, dtype=q.dtype, device=q.device) for _ in range(2))
-    parts = torch.empty(2, NK, B, T, H, dtype=torch.float32, device=q.device)
-    inputs_kernel[(NK * N * B * (H // R),)](
-        _tile(q, [C, BKB]), _tile(k, [C, BKB]), v_tile, do_tile, vn_tile, dv_tile, states(h, BKB), states(dh, BKB), G,
-        beta.contiguous() if delta else G, _tile(dq, [C, BKB]), _tile(dk, [C, BKB]), parts[0], parts[1], scale, T, H, N, B * T * H,
-        BKB=BKB, NK=NK, **shared, **_launch("inputs", q),
-    )  # fmt: skip
-    dbeta = parts[0].sum(0) if delta else parts.new_empty(0)
-    if g is None:
-        return dq, dk, dv, parts.new_empty(0), dbeta, dh0
-    dG = torch.nn.functional.pad(parts[1].sum(0), (0, 0, 0, N * C - T)).view(B, N, C, H)
-    dg = dG.flip(2).cumsum(2).flip(2).reshape(B, N * C, H)[:, :T]
-    return dq, dk, dv, torch.where(g < FORGOTTEN, 0.0, dg).to(g.dtype), dbeta, dh0
+    if s.R > 1:  # value heads that share a key head
+        dq, dk = (x.view(B, T, H // s.R, s.R, K).sum(3) for x in (dq, dk))
+    return dq, dk, dv, gates, dh0
 
 
 @torch.library.custom_op("hybrid::recurrence_forward", mutates_args=())
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None, h0: torch.Tensor | None,
-    starts: torch.Tensor | None, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _forward_pass(q, k, v, g, beta, h0, starts, scale)
+    starts: torch.Tensor | None, scale: float, keep: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    return list(_forward_pass(q, k, v, g, beta, h0, starts, scale, keep))
 
 
 @_forward.register_fake
-def _(q, k, v, g, beta, h0, starts, scale):
-    B, T, H, V = v.shape
-    A = q.new_empty(B, T, H, C if beta is not None else 0)
-    state = v.new_empty(B, H, q.shape[-1], V, dtype=torch.float32)
-    return v.new_empty(B, T, H, V), state, A, q.new_empty(B, T, H, dtype=torch.float32)
+def _(q, k, v, g, beta, h0, starts, scale, keep):
+    s = plan(q, v, beta is not None)
+    wide = {"dtype": torch.float32}
+    mode = _decay_mode(g, starts)
+    M = (s.slices, s.B, s.H, *((s.K, s.K) if s.delta else (1, 1))) if s.slices > 1 else (0,)
+    return [
+        v.new_empty(v.shape),
+        v.new_empty(s.B, s.H, s.K, s.V, **wide),
+        q.new_empty(s.B, s.T, s.H, C if s.delta else 0),
+        q.new_empty(s.H, **wide) if mode == 2 else q.new_empty(s.B, s.T, s.H, **wide),
+        q.new_empty(s.B * s.H, s.N if keep else 0, s.K, s.V),
+        q.new_empty(s.B, s.T if keep and s.delta else 0, s.H, s.V),
+        q.new_empty(M, **wide),
+    ]
 
 
 @torch.library.custom_op("hybrid::recurrence_backward", mutates_args=())
 def _backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None, h0: torch.Tensor | None,
-    starts: torch.Tensor | None, A: torch.Tensor, G: torch.Tensor, do: torch.Tensor, dhT: torch.Tensor | None, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _backward_pass(q, k, v, g, beta, h0, starts, A, G, do, dhT, scale)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
+    h0: torch.Tensor | None, starts: torch.Tensor | None, A: torch.Tensor, G: torch.Tensor, h: torch.Tensor, vn: torch.Tensor,
+    M: torch.Tensor, do: torch.Tensor, dhT: torch.Tensor | None, scale: float, dg_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted)
 
 
 @_backward.register_fake
-def _(q, k, v, g, beta, h0, starts, A, G, do, dhT, scale):
+def _(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted):
+    gates = (2, *v.shape[:3]) if h.numel() else (0,)
+    heads, gates = torch.empty(q.shape, dtype=q.dtype, device=q.device), v.new_empty(gates, dtype=torch.float32)
     state = v.new_empty(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=torch.float32)
-    dg = G.new_empty(0) if g is None else torch.empty_like(g)
-    dbeta = G.new_empty(0) if beta is None else torch.empty_like(G)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dg, dbeta, state
+    return heads, torch.empty_like(heads), v.new_empty(v.shape), gates, state
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, beta, h0, starts, scale = inputs
-    _, _, A, G = output
-    ctx.save_for_backward(q, k, v, g, beta, h0, starts, A, G)
+    *tensors, scale = inputs[:8]
+    ctx.save_for_backward(*tensors, *output[2:])
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, do, dhT, dA, dG):
-    q, k, v, g, beta, h0, starts, A, G = ctx.saved_tensors
+def _differentiate(ctx, do, dhT, backward=_backward):
+    q, k, v, g, beta, h0, starts, *kept = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
-    dq, dk, dv, dg, dbeta, dh0 = _backward(q, k, v, g, beta, h0, starts, A, G, do, dhT, ctx.scale)
-    dg, dbeta = None if g is None else dg, None if beta is None else dbeta.to(beta.dtype)
-    return dq, dk, dv, dg, dbeta, None if h0 is None else dh0, None, None
+    wanted = ctx.needs_input_grad[3]
+    dq, dk, dv, gates, dh0 = backward(q, k, v, g, beta, h0, starts, *kept, do, dhT, ctx.scale, wanted)
+    dg, dbeta = gates[1].to(g.dtype) if wanted else None, None if beta is None else gates[0].to(beta.dtype)
+    return dq, dk, dv, dg, dbeta, dh0 if ctx.needs_input_grad[5] else None, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(lambda ctx, grads: _differentiate(ctx, *grads[:2]), setup_context=_save)
+
+
+class _Recurrence(torch.autograd.Function):
+    """The same without the custom operators, which take some 0.3 ms of a CPU's time each way; a compiler needs them."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward_pass(*inputs)
+        _save(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, do, dhT):
+        return _differentiate(ctx, do, dhT, _backward_pass)
 
 
 def supports(q, k, v, g=None, beta=None, **_):
     """None if these inputs can run here, else the reason why not."""
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{q.dtype} inputs"
-    if q.shape[-1] % 8 or v.shape[-1] % 8 or q.shape[-1] > 128:
-        return f"head widths K={q.shape[-1]} and V={v.shape[-1]}: both must be multiples of 8, K at most 128"
+    if q.shape[-1] > 256:
+        return f"K={q.shape[-1]}: at most 256 key channels a head"
     if g is not None and g.ndim == 4:
         return "a decay per key channel"
     return None
 
 
+@shared_by_layers
+def _documents(segment_ids):
+    """Where documents but the row's first start, `(B, T)` int8, and which tokens are real, bool."""
+    run, valid = segment_runs(segment_ids)
+    return torch.nn.functional.pad(run[:, 1:] != run[:, :-1], (1, 0)).to(torch.int8), valid
+
+
 def _run(q, k, v, g, beta, scale, initial_state, segment_ids):
     starts = valid = None
     if segment_ids is not None:  # padding neither decays nor writes
-        run, valid = segment_runs(segment_ids)
-        starts = torch.nn.functional.pad(run[:, 1:] != run[:, :-1], (1, 0)).to(torch.int8)
-        g = None if g is None else g * valid[..., None]
+        starts, valid = _documents(segment_ids)
         if beta is None:
             v = v * valid[..., None, None]
         else:
             beta = beta * valid[..., None]
+    if g is not None and g.ndim == 1 and (starts is not None or g.requires_grad):
+        g = g.expand(v.shape[:3])
+    if g is not None:
+        g = g.float().clamp(min=FORGOTTEN) if g.ndim == 1 else g if valid is None else g * valid[..., None]
     h0 = None if initial_state is None else initial_state.to(torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, hT, _, _ = _forward(q, k.to(q.dtype), v.to(q.dtype), g, beta, h0, starts, scale)
+    k, v_wide = k.to(q.dtype), v.shape[-1]
+    K, V = -q.shape[-1] % 8, -v_wide % 8  # descriptors read whole 16 bytes
+    if K or V:
+        pad = torch.nn.functional.pad
+        q, k, v, h0 = pad(q, (0, K)), pad(k, (0, K)), pad(v, (0, V)), None if h0 is None else pad(h0, (0, V, 0, K))
+    h0 = None if h0 is None else h0.contiguous()
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, h0))
+    keep = gradients and (beta is not None or v.shape[2] > k.shape[2] or (g is not None and g.requires_grad))
+    inputs = (q, k, v.to(q.dtype), g, beta, h0, starts, scale, keep)
+    if traced(q, k, v):
+        o, hT = _forward(*inputs)[:2]
+    elif gradients:
+        o, hT = _Recurrence.apply(*inputs)
+    else:
+        o, hT = _forward_pass(*inputs)[:2]
+    if K or V:
+        o, hT = o[..., :v_wide], hT[..., : hT.shape[2] - K, :v_wide]
     o = o.to(v.dtype)
     return (o if valid is None else o * valid[..., None, None]), hT
 
@@ -534,5 +734,16 @@ def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, se
 
 def linear_attention(q, k, v, g=None, *, scale=None, initial_state=None, segment_ids=None):
     """`reference.linear_attention` for a decay per head, per head and token, or none; v is rounded to the type of q."""
-    g = g.expand(v.shape[:3]) if g is not None and g.ndim == 1 else g
     return _run(q, k, v, g, None, scale, initial_state, segment_ids)
+
+
+def normalized_linear_attention(q, k, v, *, eps=1e-6, initial_state=None, segment_ids=None):
+    """`reference.normalized_linear_attention`. The normaliser is a second, narrow call with 8 columns of ones: as one more column
+    of v it would take another 64."""
+    S = z = None
+    if initial_state is not None:
+        S, z = initial_state[..., :-1], initial_state[..., -1:].expand(*initial_state.shape[:-1], 8)
+    ones = torch.ones(*v.shape[:3], 8, dtype=v.dtype, device=v.device)
+    above, S = _run(q, k, v, None, None, 1.0, S, segment_ids)
+    below, z = _run(q, k, ones, None, None, 1.0, z, segment_ids)
+    return above / (below[..., :1] + eps), torch.cat([S, z[..., :1]], -1)

@@ -1,0 +1,119 @@
+"""What every Triton file needs to launch its kernels: tensor descriptors, types of dot operands, and the tables of launch options.
+
+A table `LAUNCH` maps (architecture, bytes of a dot operand) to {kernel: options}, options being the keyword arguments of a launch
+that change its speed and not its result: num_warps, num_stages and block sizes. Architectures are 80, 90 and 100, named by compute
+capability; a device takes the row of the largest that does not exceed its own. `python bench.py tune` measures the alternatives.
+"""
+
+import functools
+import weakref
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@functools.cache
+def _of_device(index):
+    major, minor = torch.cuda.get_device_capability(index)
+    return max((a for a in ARCHITECTURES if a <= 10 * major + minor), default=ARCHITECTURES[0])
+
+
+def architecture(x):
+    """The architecture whose table serves tensor x; that of the H200 for tensors on a CPU, where kernels are interpreted."""
+    return _of_device(x.device.index) if x.is_cuda else 90
+
+
+def options(table, kernel, x):
+    """The launch options of `kernel` for tensors like x: a dict of keyword arguments, not to be changed."""
+    return table[architecture(x), x.element_size()][kernel]
+
+
+def interpreted(kernel):
+    return not isinstance(kernel, triton.JITFunction)
+
+
+def operand_types(x, kernel):
+    """The type of dot operands for a tensor or dtype x, and the precision of fp32 dots. The interpreter keeps bf16 as bit patterns:
+    fp32 there."""
+    dtype = x if isinstance(x, torch.dtype) else x.dtype
+    if interpreted(kernel) or dtype == torch.float32:
+        return {"DOT": tl.float32, "PREC": "tf32x3"}  # ieee spills 45 to 81 KB in the scans and compiles for a minute
+    return {"DOT": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], "PREC": "tf32"}
+
+
+def tile(x, block):
+    """A descriptor of x `(B, T, H, D)` in the order (B, H, T, D), in tiles `(1, 1, *block)`; zeros beyond the ends."""
+    B, T, H, D = x.shape
+    s_b, s_t, s_h, s_d = x.stride()
+    return TensorDescriptor(x, [B, H, T, D], [s_b, s_h, s_t, s_d], [1, 1, *block])
+
+
+def ready(x):
+    """x itself if a descriptor can read it: last stride 1, the others multiples of 16 bytes; else a copy."""
+    fine = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fine else x.contiguous()
+
+
+def traced(*tensors):
+    """Whether a compiler or a tensor subclass watches the call: it needs the custom operators."""
+    return torch.compiler.is_compiling() or any(type(x) not in (torch.Tensor, torch.nn.Parameter, type(None)) for x in tensors)
+
+
+def direct(forward, save, backward, outputs=1):
+    """`forward(*inputs)` with a backward, as an autograd function: a custom operator costs some 0.3 ms of a CPU's time each way.
+
+    save(ctx, inputs, output), called where a gradient is wanted, and backward(ctx, *grads) are those of a custom operator. The
+    first `outputs` of forward's results are returned, alone if only one.
+    """
+
+    def returned(output):
+        return tuple(output[:outputs]) if outputs > 1 else output[0]
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = forward(*inputs)
+            save(ctx, inputs, output)
+            return returned(output)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, *grads):
+            return backward(ctx, *grads)
+
+    def call(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+            return Direct.apply(*inputs)
+        return returned(forward(*inputs))
+
+    return call
+
+
+def shared_by_layers(compute):
+    """`compute(segment_ids, *rest)`, kept until other ids come or these are written to: in a model all layers ask for the same, and
+    the dozen small launches behind it take longer than a layer's attention. `rest` is hashable. Nothing is kept where it might be
+    used out of place: under a compiler, in the capture of a CUDA graph (whose replay has other ids), in inference mode.
+    """
+    state = None, None, {}  # a weak reference to the ids, their version, results
+
+    @functools.wraps(compute)
+    def call(ids, *rest):
+        nonlocal state
+        if traced(ids) or torch.is_inference_mode_enabled() or (ids is not None and ids.is_inference()):
+            return compute(ids, *rest)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return compute(ids, *rest)
+        reference, version, results = state
+        now = None if ids is None else ids._version
+        if (reference and reference()) is not ids or version != now:
+            results = {}
+            state = None if ids is None else weakref.ref(ids), now, results
+        if rest not in results:
+            results[rest] = compute(ids, *rest)
+        return results[rest]
+
+    return call
