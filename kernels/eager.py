@@ -304,7 +304,7 @@ def normalized_linear_attention_step(q, k, v, *, state, eps=1e-6):
     return (out[..., :-1] / (out[..., -1:] + eps)).to(v.dtype)
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, segment_ids=None):
+def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initial_state=None, segment_ids=None, eps=1e-6):
     """`reference.causal_conv1d` as W shifted multiply-adds, each masked where the shift crosses into another document."""
     T, W = x.shape[1], weight.shape[1]
     past = x.new_zeros(x.shape[0], W - 1, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
@@ -321,6 +321,7 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, 
         y = y + shifted * weight[:, W - 1 - j]
     y = y if bias is None else y + bias.to(x.dtype)
     y = F.silu(y) if activation == "silu" else y
+    y = y if l2_heads is None else reference.l2_norm_heads(y, *l2_heads, eps)
     if segment_ids is None:
         return y, inputs[:, T:]
     at = valid.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # the W-1 inputs up to the last real one
@@ -328,9 +329,9 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, 
     return y * valid[..., None], final * (runs.gather(1, at) == run[:, -1:])[..., None]
 
 
-def causal_conv1d_step(x, weight, bias=None, *, state, activation=None):
+def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, eps=1e-6):
     """`reference.causal_conv1d_step`."""
-    out, new = causal_conv1d(x, weight, bias, activation=activation, initial_state=state)
+    out, new = causal_conv1d(x, weight, bias, activation=activation, l2_heads=l2_heads, initial_state=state, eps=eps)
     state.copy_(new)
     return out
 
@@ -471,6 +472,26 @@ def sparse_attention_step(
     return _sdpa(q, k, v, seen[:, None], scale=scale)
 
 
+def indexer_kl(q, k, index_q, index_k, index_w, *, top_k=None, local=0, scale=None, segment_ids=None):
+    """`reference.indexer_kl`, attention's distribution one head at a time."""
+    (B, T, H, D), R = q.shape, q.shape[2] // k.shape[2]
+    distance, _ = key_distances((B, T), q.device, None, segment_ids)
+    scores = indexer_scores(index_q, index_k, index_w)
+    read = distance >= 0 if top_k is None else select_top_k(scores.detach(), distance, top_k, local)
+    hidden = torch.zeros_like(scores).masked_fill(~read, -torch.inf)
+    with torch.no_grad():
+        q = q * (D**-0.5 if scale is None else scale)
+        p = sum((_wide(q[:, :, h] @ k[:, :, h // R].mT) + hidden).softmax(-1) for h in range(H)) / H
+    kl = torch.xlogy(p, p).sum(-1) - (p * scores).sum(-1) + (scores + hidden).logsumexp(-1)
+    return kl if segment_ids is None else kl * (segment_ids > 0)
+
+
 def linear_cross_entropy(x, weight, labels):
     """`reference.linear_cross_entropy` with PyTorch's cross-entropy, which keeps one copy of the logits less."""
     return F.cross_entropy(_wide(F.linear(x, weight.to(x.dtype))), labels, ignore_index=-1, reduction="none")
+
+
+def linear_cross_entropy_sum(x, weight, labels):
+    """`reference.linear_cross_entropy_sum`."""
+    nll = linear_cross_entropy(x, weight, labels)
+    return nll.sum(), nll.detach()

@@ -207,11 +207,12 @@ def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
 channel_delta_rule, channel_delta_rule_step = delta_rule, delta_rule_step
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, segment_ids=None):
+def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initial_state=None, segment_ids=None, eps=1e-6):
     """Depthwise causal convolution: `y_t = act(bias + sum_j weight[:, W-1-j] * x_{t-j})`, j < W, within the document.
 
-    x `(B, T, D)`, weight `(D, W)` (last column: the current token), activation None or "silu". The state `(B, W-1, D)` holds the
-    last W-1 raw inputs of the document, oldest first, zero where the document is shorter.
+    x `(B, T, D)`, weight `(D, W)` (last column: the current token), activation None or "silu". `l2_heads = (n, width)` divides each
+    of the first n heads of `width` channels of y by its l2 norm (`l2_norm` with `eps`): the queries and keys of a delta rule. The
+    state `(B, W-1, D)` holds the last W-1 raw inputs of the document, oldest first, zero where the document is shorter.
     """
     B, T, D = x.shape
     W = weight.shape[1]
@@ -225,6 +226,7 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, 
         y = torch.einsum("bwd,dw->bd", inputs, weight)
         y = y if bias is None else y + bias
         y = F.silu(y) if activation == "silu" else y
+        y = y if l2_heads is None else l2_norm_heads(y, *l2_heads, eps)
         new = inputs[:, 1:]
         if valid is not None:
             real = valid[:, t, None]
@@ -234,9 +236,9 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, 
     return torch.stack(outs, dim=1), past
 
 
-def causal_conv1d_step(x, weight, bias=None, *, state, activation=None):
+def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, eps=1e-6):
     """One token or a few of `causal_conv1d`; `state (B, W-1, D)` is updated in place. Returns out `(B, T, D)`."""
-    out, new = causal_conv1d(x, weight, bias, activation=activation, initial_state=state)
+    out, new = causal_conv1d(x, weight, bias, activation=activation, l2_heads=l2_heads, initial_state=state, eps=eps)
     state.copy_(new)
     return out
 
@@ -366,6 +368,25 @@ def sparse_attention_step(
     return out
 
 
+def indexer_kl(q, k, index_q, index_k, index_w, *, top_k=None, local=0, scale=None, segment_ids=None):
+    """What the indexer learns from: `KL(p_t || softmax_s I_ts)` of each query, p_t the mean over heads of attention's distribution.
+
+    Both are over the keys that the query sees, or over its selection where there is a `top_k`. Shapes as in `sparse_attention`.
+    p is a constant: the gradient `dI_ts = softmax_s(I_t) - p_ts` reaches the indexer alone. Returns `(B, T)` in fp32 or wider, 0 at
+    padding. DeepSeek-V3.2, 2512.02556.
+    """
+    distance, _ = key_distances(q.shape[:2], q.device, None, segment_ids)
+    scores = indexer_scores(index_q, index_k, index_w)
+    read = distance >= 0 if top_k is None else select_top_k(scores.detach(), distance, top_k, local)
+    with torch.no_grad():
+        keys, scale = _repeat_heads(k, q.shape[2]), q.shape[-1] ** -0.5 if scale is None else scale
+        s = scale * torch.einsum("bthd,bshd->bhts", q, keys)
+        p = s.to(scores.dtype).masked_fill(~read[:, None], -torch.inf).softmax(-1).mean(1)
+    log_q = scores.masked_fill(~read, -torch.inf).log_softmax(-1).masked_fill(~read, 0.0)
+    kl = (torch.xlogy(p, p) - p * log_q).sum(-1)
+    return kl if segment_ids is None else kl * (segment_ids > 0)
+
+
 def rms_norm(x, weight, eps=1e-6, *, unit_offset=False):
     """`x / sqrt(mean(x^2) + eps) * w`, w + 1 where `unit_offset`; in fp32 or wider, cast back. Zhang & Sennrich 1910.07467."""
     h = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -399,6 +420,12 @@ def l2_norm(x, eps=1e-6):
     return (h * (h.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
+def l2_norm_heads(x, n, width, eps=1e-6):
+    """`l2_norm` of each of the first n heads of `width` channels of x `(..., D)`; the other channels as they are."""
+    heads, rest = x[..., : n * width], x[..., n * width :]
+    return torch.cat([l2_norm(heads.unflatten(-1, (n, width)), eps).flatten(-2), rest], dim=-1)
+
+
 def linear_cross_entropy(x, weight, labels):
     """Negative log-likelihood `-log softmax(x W^T)[label]` per token, fp32 or wider; 0 where the label is -1.
 
@@ -408,3 +435,12 @@ def linear_cross_entropy(x, weight, labels):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nll = logits.logsumexp(-1) - logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(labels >= 0, nll, 0.0)
+
+
+def linear_cross_entropy_sum(x, weight, labels):
+    """The sum of `linear_cross_entropy` over tokens, to differentiate, and its values `(N,)` without a gradient, to log.
+
+    With one upstream gradient for all tokens the gradient of the weight can be computed together with the loss.
+    """
+    nll = linear_cross_entropy(x, weight, labels)
+    return nll.sum(), nll.detach()
