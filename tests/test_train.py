@@ -1,116 +1,36 @@
-"""Training: exact resume, nothing depends on what should not matter, every mistake one clear line."""
+"""One training run: what it computes, what it prints, what it refuses."""
 
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tiny import TINY, curve, fails, flags, metrics, prepare, prepare_tiny, runner, weights, words
 
 import checkpoint
+import monitor
+import optim
+import preflight
 import sample
 import train
-from configurator import ConfigError, TrainConfig
-from data.loader import heldout_batches
-from data.prepare import write_dataset
-from data.tokenizer import Tokenizer
+from configurator import ConfigError, ModelConfig, TrainConfig
+from data.loader import Loader, heldout_batches
 from data.tokens import Dataset
-
-TINY = ["--layers=gdn attn", "--n_layer=2", "--n_embd=16", "--n_head=2", "--block_size=32", "--batch_size=2", "--warmup_iters=2",
-        "--eval_iters=2", "--learning_rate=1e-2", "--device=cpu"]  # fmt: skip
-
-
-def words(seed, n):
-    generator = torch.Generator().manual_seed(seed)
-    return " ".join(["red", "green", "blue", "one", "two", "three"][i] for i in torch.randint(0, 6, (n,), generator=generator))
-
-
-def prepare(folder, texts, held_out):
-    tokenizer = Tokenizer.from_characters("".join(texts))
-    write_dataset(folder, tokenizer, texts[:-held_out], texts[-held_out:], name="tiny", source="test", licence="none")
+from model import Model
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    texts = [words(i, 5 + 7 * i) for i in range(11)]
-    prepare(folder, texts, 2)
-    return folder
+    return prepare_tiny(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def run(dataset, tmp_path):
-    """Train in this process; returns the run folder."""
-
-    def call(*args, name="run"):
-        out = tmp_path / name
-        resumed = any(a.startswith("--resume") for a in args)
-        train.main([*args] if resumed else [*TINY, f"--dataset={dataset}", f"--out_dir={out}", *args])
-        return out
-
-    return call
-
-
-def fails(main, *argv):
-    """The problems `main` reports; fails the test if it does not."""
-    with pytest.raises(ConfigError) as e:
-        main([str(a) for a in argv])
-    assert all("\n" not in line and line for line in e.value.problems)
-    return e.value.problems
-
-
-def weights(out):
-    return load_file(checkpoint.resolve(out) / "model.safetensors")
-
-
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def test_resumed_equals_uninterrupted(run):
-    """Bit for bit, with dropout, accumulation, more than an epoch, two resumes, and evaluation at other steps."""
-    common = ["--dropout=0.1", "--gradient_accumulation_steps=2", "--log_interval=1"]
-    whole = run(*common, "--max_iters=41", "--eval_interval=10", name="whole")
-    parts = run(*common, "--max_iters=7", "--lr_decay_iters=41", "--eval_interval=4", name="parts")
-    run(f"--resume={parts}", "--max_iters=23", "--eval_interval=5")
-    run("--resume", str(parts), "--max_iters=41")
-    assert same(weights(whole), weights(parts))
-    a, b = ([m["loss"] for m in metrics(out) if "loss" in m] for out in (whole, parts))
-    assert a == b and len(a) == 41
-    assert metrics(whole)[-2]["epoch"] >= 2
-
-
-def test_interrupted_equals_uninterrupted(run, dataset, tmp_path, root):
-    """SIGINT at whatever step it hits: saved, the command that continues printed, the end the same as without it."""
-    whole = run("--max_iters=60", "--dropout=0.1", name="whole")
-    cut = tmp_path / "cut"
-    flags = [f"--dataset={dataset}", f"--out_dir={cut}", "--max_iters=60", "--dropout=0.1", "--log_interval=1"]
-    process = subprocess.Popen([sys.executable, "train.py", *TINY, *flags], stdout=subprocess.PIPE, text=True, cwd=root)
-    out = []
-    for line in process.stdout:
-        out.append(line)
-        if re.match(r"step +9/", line):
-            process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    assert out[-1].strip() == f"python train.py --resume={cut}"
-    stopped = checkpoint.read_meta(checkpoint.resolve(cut))["step"]
-    assert 9 <= stopped < 60
-    train.main([f"--resume={cut}"])
-    assert same(weights(whole), weights(cut))
-
-
-def test_evaluation_and_logging_do_not_change_training(run):
-    a = run("--max_iters=12", "--dropout=0.1", "--eval_interval=3", "--log_interval=1", name="a")
-    b = run("--max_iters=12", "--dropout=0.1", "--eval_interval=100", "--eval_iters=1", name="b")
-    assert same(weights(a), weights(b))
+    return runner(dataset, tmp_path)
 
 
 def test_accumulation_is_one_larger_batch(run):
@@ -146,8 +66,16 @@ def test_it_learns_and_bits_per_byte_are_what_they_say(run, dataset):
 def test_learning_rate_is_never_negative_and_warms_up():
     for warmup, total in ((0, 1), (5, 1), (1, 1), (3, 10), (10, 3), (0, 10)):
         config = TrainConfig(warmup_iters=warmup, max_iters=total, min_lr=1e-4).model_copy(update={"lr_decay_iters": total})
-        rates = [train.learning_rate(step, config) for step in range(max(warmup, total) + 3)]
-        assert all(0 < r <= config.learning_rate for r in rates) and rates[-1] == 1e-4
+        for schedule in ("cosine", "wsd"):
+            one = config.model_copy(update={"lr_schedule": schedule})
+            rates = [optim.learning_rate(step, one) for step in range(max(warmup, total) + 3)]
+            assert all(0 < r <= config.learning_rate for r in rates) and rates[-1] == 1e-4
+
+
+def test_warmup_stable_decay_is_flat_and_then_a_line():
+    config = TrainConfig(warmup_iters=10, lr_schedule="wsd", learning_rate=1.0, min_lr=0.0, lr_decay_iters=100)
+    rates = [optim.learning_rate(step, config) for step in range(101)]
+    assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.5) and rates[100] == 0.0
 
 
 def test_checkpoints_best_last_and_the_final_one(run):
@@ -188,6 +116,28 @@ def test_wandb_that_fails_costs_a_warning(run, monkeypatch, capsys):
     assert "W&B is off" in capsys.readouterr().err
 
 
+def test_wandb_that_fails_later_costs_a_warning(run, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **k: SimpleNamespace(id="a", log=fail, finish=fail)))
+    out = run("--max_iters=3", "--wandb_log", "--log_interval=1")
+    assert capsys.readouterr().err.count("W&B is off from here on") == 1 and len(curve(out)) == 3
+
+
+def test_out_of_memory_says_what_to_do(run, monkeypatch, capsys, tmp_path):
+    def full(self, batches, weight):
+        if self.step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.")
+        return gradient(self, batches, weight)
+
+    gradient = train.Trainer.gradient
+    monkeypatch.setattr(train.Trainer, "gradient", full)
+    with pytest.raises(ConfigError, match="batch_size=2.*Tried to allocate.*--batch_size=1 --gradient_accumulation_steps=2"):
+        run("--max_iters=3", "--save_interval=1")
+    assert capsys.readouterr().out.splitlines()[-1] == f"python train.py --resume={tmp_path / 'run'}"
+
+
 def test_a_used_folder_is_not_overwritten_unasked(run, tmp_path):
     out = run("--max_iters=2")
     with pytest.raises(ConfigError, match=re.escape(f"--resume={out}")):
@@ -216,21 +166,6 @@ def test_other_data_or_tokenizer_is_refused(run, dataset, tmp_path):
     assert "not the one this run was trained with" in fails(train.main, f"--resume={out}")[0]
 
 
-def test_damaged_checkpoints_are_named(run):
-    out = run("--max_iters=2")
-    folder = checkpoint.resolve(out)
-    weights_file = folder / "model.safetensors"
-    content = weights_file.read_bytes()
-    for damaged, says in ((content[:-10], "bytes"), (content[:-1] + bytes([content[-1] ^ 1]), "SHA-256")):
-        weights_file.write_bytes(damaged)
-        assert says in fails(sample.main, out)[0]
-    weights_file.unlink()
-    assert "model.safetensors is missing" in fails(train.main, f"--resume={out}")[0]
-    (folder / checkpoint.MARKER).unlink()
-    assert "no finished save" in fails(sample.main, out)[0]
-    assert "incomplete" in fails(sample.main, folder)[0]
-
-
 def test_mistakes_are_one_clear_line(run, dataset, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "train.bin" in fails(train.main, f"--dataset={tmp_path / 'empty'}")[0]
@@ -257,23 +192,6 @@ def test_exit_code_2_without_a_traceback(root, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
 
 
-def test_non_finite_loss_stops(run, monkeypatch, tmp_path):
-    start = train.start
-
-    def broken(*args):
-        model, optimizer = start(*args)
-        with torch.no_grad():
-            model.embedding.weight[0].fill_(math.inf)
-        return model, optimizer
-
-    monkeypatch.setattr(train, "start", broken)
-    with pytest.raises(ConfigError, match="the loss is nan"):
-        run("--max_iters=4", "--log_interval=1")
-    with pytest.raises(ConfigError, match="not saved"):  # between two log lines, where the loss has not been looked at
-        run("--max_iters=4", "--log_interval=100", "--save_interval=2", "--eval_interval=100", name="saved")
-    assert not list((tmp_path / "saved").glob("step-*"))
-
-
 def test_sampling(run, capsys, tmp_path):
     out = run("--max_iters=2")
     (tmp_path / "prompt").write_text("red green")
@@ -288,9 +206,9 @@ def test_sampling(run, capsys, tmp_path):
     sample.main([str(out), "--max_new_tokens=5", "--temperature=0"])
     assert capsys.readouterr().out.rsplit("\n", 2)[0] == a
     sample.main([str(out), "--max_new_tokens=3"])
-    assert "ms/token" in capsys.readouterr().out
-    for flags in (["--temperature=-1"], ["--top_k=0"], ["--num_samples=0"]):
-        assert "at least" in fails(sample.main, out, *flags)[0]
+    assert "first token after" in capsys.readouterr().out
+    for wrong in (["--temperature=-1"], ["--top_k=0"], ["--num_samples=0"]):
+        assert "at least" in fails(sample.main, out, *wrong)[0]
     sample.main([str(out), "--max_new_tokens=40"])
     assert "trained on" in capsys.readouterr().err
 
@@ -306,7 +224,7 @@ def test_without_arguments_it_trains_the_defaults(monkeypatch):
     """`python train.py`, up to the first step: there must be nothing that a person has to set."""
     seen = []
 
-    def stop(config, dataset, device):
+    def stop(config, device, source):
         seen.append(config)
         raise KeyboardInterrupt
 
@@ -314,3 +232,193 @@ def test_without_arguments_it_trains_the_defaults(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train.main([])
     assert seen[0].dataset == "sotu" and seen[0].vocab_size == 4096 and re.fullmatch(r"out/run-\d+", seen[0].out_dir)
+
+
+# -- checked before it starts ----------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_costs_and_makes_nothing(run, capsys, tmp_path):
+    out = run("--dry_run", "--max_iters=50")
+    printed = capsys.readouterr().out
+    assert not out.exists()
+    assert "9,036 parameters" in printed and "2.20 epochs" in printed and "activations" in printed and "free" in printed
+    assert "activations" in printed and "n/a" not in printed
+    run("--max_iters=3")
+    capsys.readouterr()
+    train.main([f"--resume={out}", "--dry_run", "--max_iters=9"])
+    assert "step-000003: step 3, settings, data and tokenizer agree" in capsys.readouterr().out
+    assert len((out / "starts.jsonl").read_text().splitlines()) == 1
+    train.main([f"--resume={out}", "--max_iters=4"])  # it is not remembered
+
+
+def test_dry_run_reports_every_problem_at_once(run, tmp_path):
+    out = run("--max_iters=1")
+    wrong = ["--n_layer", "0", "--dataset=nowhere", "--layers=gdm", "--device=cuda:99", f"--out_dir={out}", "--batch_sise=4"]
+    lines = fails(train.main, "--dry_run", *wrong)
+    for says in ("n_layer=0", "no data set 'nowhere'", "did you mean 'gdn'", "cuda:99", "already holds a run", "'batch_size'"):
+        assert sum(says in line for line in lines) == 1, (says, lines)
+
+
+def test_memory_and_disk_that_are_not_there(run, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**17))
+    with pytest.raises(ConfigError, match="keep_last=2: 4 checkpoints of 105.9 KiB at once do not fit"):
+        run("--dry_run")
+
+
+def test_the_activation_estimate_counts_what_autograd_keeps():
+    config = TrainConfig(
+        layers="gdn attn", n_layer=2, n_embd=32, n_head=2, block_size=64, batch_size=3, vocab_size=40, dtype="float32"
+    )
+    model, tokens, kept = Model(preflight.model_config(config)), torch.zeros(3, 64, dtype=torch.long), {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = model(tokens, tokens, segment_ids=torch.ones_like(tokens, dtype=torch.int32))
+    real = sum(size for address, size in kept.items() if address not in weights)
+    assert output.nll is not None and preflight.activation_bytes(config) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize("flag, says", [("--parallel=fsdp", "no effect in one process"), ("--cuda_graph", "needs a CUDA device"),
+                                        ("--decay_fraction=0.5", "lr_schedule")])  # fmt: skip
+def test_flags_that_would_do_nothing_are_refused(dataset, tmp_path, flag, says):
+    assert any(says in line for line in fails(train.main, *flags(dataset, tmp_path / "x", flag)))
+
+
+# -- what a step takes -----------------------------------------------------------------------------------------------
+
+
+def test_batches_and_draws_depend_on_the_step_alone(dataset):
+    """Whatever the number of ranks, a step takes the same samples, and each micro-batch draws from its own seed."""
+    loader = Loader(Dataset.open(dataset).train, 32, seed=1)
+    config = TrainConfig(batch_size=2, gradient_accumulation_steps=4)
+    alone, two = [], []
+    for world, taken in ((1, alone), (2, two)):
+        feeds = [train.Feed(loader, config, SimpleNamespace(rank=r, world=world), torch.device("cpu"), 5) for r in range(world)]
+        for step in (5, 6):
+            batches = {}
+            for feed in feeds:
+                rows, labels, waited = feed.next()
+                assert labels == sum(int((b.labels >= 0).sum()) for b in rows) and waited >= 0
+                batches |= dict(zip(feed.samples(step), rows, strict=True))
+            taken += [(first, batches[first].tokens.tolist()) for first in sorted(batches)]
+        for feed in feeds:
+            feed.close()
+    assert alone == two and [first for first, _ in alone] == list(range(40, 56, 2))
+    assert len({train.seed_of(1, first) for first, _ in alone} | {train.seed_of(2, 40)}) == 9
+
+
+def test_recomputing_layers_changes_nothing(run):
+    a = run("--max_iters=4", "--dropout=0.1", name="a")
+    b = run("--max_iters=4", "--dropout=0.1", "--activation_checkpointing", name="b")
+    for n, x in weights(a).items():
+        assert torch.allclose(x, weights(b)[n], atol=1e-6), n
+
+
+def test_compiling_breaks_the_graph_of_no_mixer():
+    layers = "gdn attn(sinks=true) swa(window=8) mamba2(d_state=16,head_dim=16) kda lightning linear deltanet(steps=2) mla "
+    layers += "dsa(top_k=8,local=4)"
+    model = Model(ModelConfig(layers=layers, n_layer=10, n_head=2, n_embd=32, block_size=32, vocab_size=50))
+    tokens = torch.randint(0, 50, (2, 32))
+    ids = torch.ones_like(tokens, dtype=torch.int32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    loss = compiled(tokens, tokens, segment_ids=ids, total=True).loss
+    assert torch.allclose(loss, model(tokens, tokens, segment_ids=ids).nll.sum(), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_training_is_the_same_training(run):
+    """A minute or more of compiling; a signal during it is kept for the step boundary, as tests/test_resume.py has it."""
+    plain = run("--max_iters=6", "--log_interval=1", name="plain")
+    compiled = run("--max_iters=6", "--log_interval=1", "--compile", name="compiled")
+    assert all(abs(loss - curve(compiled)[step]) < 1e-4 for step, loss in curve(plain).items())
+    assert weights(plain).keys() == weights(compiled).keys()
+
+
+def test_muon_takes_the_matrices_of_the_layers(run):
+    model = Model(ModelConfig(layers="gdn attn", n_layer=2, n_head=2, n_embd=16, vocab_size=20, tie_embeddings=False))
+    adamw, muon = optim.Optimizers(model, TrainConfig(optimizer="muon"), torch.device("cpu")).each
+    names = {n for group in muon.param_groups for n in group["names"]}
+    assert "blocks.0.mixer.in_proj.weight" in names and "blocks.1.ffn.down_proj.weight" in names
+    assert not any(word in n for n in names for word in ("embedding", "head", "conv", "norm", "A_log"))
+    assert len(names) + sum(len(group["params"]) for group in adamw.param_groups) == len(list(model.parameters()))
+    out = run("--max_iters=60", "--optimizer=muon", "--eval_interval=60")
+    assert curve(out, "val_bits_per_byte")[60] < 2.6
+
+
+def test_fp16_scales_its_loss_and_skips_what_overflows(run, monkeypatch):
+    monkeypatch.setattr(optim.LossScale, "PATIENCE", 2)
+    out = run("--max_iters=40", "--dtype=float16", "--log_interval=1")
+    scales, meta = curve(out, "loss_scale"), checkpoint.open_checkpoint(out)[1]
+    assert max(scales.values()) > 2**16 and meta["skipped"] == curve(out, "skipped")[40] > 0  # raised until it overflows
+    assert meta["loss_scale"]["scale"] == scales[40]
+    taken = [loss for loss in curve(out).values() if loss is not None]
+    assert len(taken) == 40 - meta["skipped"] and taken[-1] < taken[0] - 0.8
+    run(f"--resume={out}", "--max_iters=41")
+    assert curve(out, "loss_scale")[41] in (scales[40], scales[40] * 2, scales[40] / 2)
+
+
+# -- what it tells ---------------------------------------------------------------------------------------------------
+
+
+def test_the_health_of_gates_and_states_is_logged(run):
+    out = run("--max_iters=2", "--layers=gdn lightning attn kda", "--n_layer=4")
+    (health,) = curve(out, "health").values()
+    assert set(health) == {"0", "1", "3"}
+    for figures in health.values():
+        assert sum(figures["decay"]) == pytest.approx(1) and len(figures["decay"]) == 5
+        least, median, most = figures["memory"]
+        assert 0 < least <= median <= most and 0 < figures["state_norm"][0] <= figures["state_norm"][1]
+    first, second = (1 / (slope * (1 - 1 / 3)) for slope in (2**-4, 2**-8))  # lightning's slopes of 2 heads, in layer 1 of 0 to 3
+    assert health["1"]["memory"] == pytest.approx([first, second, second], rel=1e-3)
+
+
+def test_what_it_ran_on_is_kept(run):
+    out = run("--max_iters=1")
+    (line,) = map(json.loads, (out / "starts.jsonl").read_text().splitlines())
+    assert line["command"].startswith("python train.py") and line["settings"]["n_embd"] == 16
+    assert line["versions"]["torch"] and line["threads"] == torch.get_num_threads() and line["world"] == 1
+    assert {"commit", "changed", "python", "device"} <= set(line)
+    assert checkpoint.open_checkpoint(out)[1]["environment"]["versions"] == line["versions"]
+
+
+def test_peaks_are_of_the_device_or_not_given():
+    known = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12,
+             "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "Tesla T4": 65e12}  # fmt: skip
+    assert {name: monitor.peak_of(name) for name in known} == known
+    for name in (
+        "NVIDIA H20",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "Quadro T400",
+        "something",
+    ):
+        assert monitor.peak_of(name) is None
+    assert monitor.peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+def test_throughput_is_tokens_over_the_time_of_training(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
+    clock = monitor.Clock()
+    now[0] = 130.0
+    clock.add(60, 0.0, torch.device("cpu"))  # the first step compiles for half a minute
+    assert clock.first_step == 30.0 and clock.read() == (2.0, 0.0)
+    now[0] = 138.0
+    clock.pause(135.0)  # three seconds of evaluation
+    clock.add(1000, 2.0, torch.device("cpu"))
+    assert clock.read() == (200.0, 0.4)
+
+
+def test_wandb_goes_on_in_the_same_run(run, monkeypatch):
+    seen = []
+    fake = SimpleNamespace(
+        init=lambda **k: seen.append(k) or SimpleNamespace(id="abc", log=lambda *a, **k: None, finish=lambda: None)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    out = run("--max_iters=1", "--wandb_log")
+    run(f"--resume={out}", "--max_iters=2")
+    assert [(k["id"], k["resume"]) for k in seen] == [(None, None), ("abc", "allow")]

@@ -1,0 +1,20 @@
+"""Multi-query associative recall at Zoology's size (2312.04927): two mixers without FFN, 8 epochs of 100,000 rows.
+
+python data/synthetic/prepare.py --task=mqar --row=256 --pairs=32
+python sweep.py configurator/recipes/mqar.py --patterns="attn(ffn=none); gdn(ffn=none)" --learning_rates=1e-3,3e-3 --tasks=mqar
+"""
+
+dataset = "data/synthetic/mqar-256-32"
+block_size = 256
+n_layer = 2
+n_head = 1
+n_embd = 64
+
+batch_size = 256
+_rows = 100_000
+max_iters = 8 * _rows // batch_size
+warmup_iters = max_iters // 10
+eval_interval = _rows // batch_size
+eval_iters = 4
+log_interval = 100
+weight_decay = 0.1
