@@ -62,6 +62,17 @@ def _batch(windows: np.ndarray, eot: int, separator: str, document_mask: bool) -
     return Batch(tokens, labels_of(stream, eot, separator), segments(tokens, eot, separator) if document_mask else None)
 
 
+def _row_batch(file: TokenFile, rows: Sequence[int], document_mask: bool) -> Batch:
+    """Whole rows [B, row] with the labels that the file holds for them."""
+    tokens, labels = map(torch.from_numpy, file.read_rows(rows))
+    return Batch(tokens, labels, segments(tokens, file.eot, file.separator) if document_mask else None)
+
+
+def _check_rows(file: TokenFile, block_size: int) -> None:
+    if file.row and block_size != file.row:
+        raise ConfigError(f"block_size={block_size}: {file.path} has rows of {file.row} tokens: use --block_size={file.row}")
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 
 
@@ -107,9 +118,11 @@ class Loader:
 
     Every epoch has `windows` = max(1, (total - block_size) // block_size) windows, the number that fits at every offset
     in [0, min(block_size, total - block_size)); an epoch leaves out fewer than two windows of tokens, and the offset
-    decides which. With `shuffle=False` the offset is 0 and the order that of the stream.
+    decides which. With `shuffle=False` the offset is 0 and the order that of the stream. A file of rows (one alone) has a window
+    a row, with the labels it holds.
 
-    Raises ConfigError if the files hold fewer than block_size + 1 tokens or differ in their separator.
+    Raises ConfigError if the files hold fewer than block_size + 1 tokens or differ in their separator, or if rows are of another
+    length than block_size.
     """
 
     def __init__(
@@ -133,12 +146,17 @@ class Loader:
         if len(kinds) != 1:
             raise ConfigError(f"training files differ in separator and EOT, found {kinds}: expected one kind")
         self.separator, self.eot = kinds[0]
-        if self.total_tokens < block_size + 1:
+        self.rows = self.files[0] if self.files[0].row else None
+        if self.rows is not None and len(self.files) > 1:
+            raise ConfigError(f"{self.rows.path.parent} has {len(self.files)} training files: a file of rows must be the only one")
+        _check_rows(self.files[0], block_size)
+        if self.total_tokens < block_size + 1 and self.rows is None:
             raise ConfigError(
                 f"block_size={block_size} needs at least {block_size + 1} training tokens, found {self.total_tokens} in "
                 f"{self.files[0].path.parent}: the largest block_size possible is {self.total_tokens - 1}"
             )
-        self.windows = max(1, (self.total_tokens - block_size) // block_size)
+        stream = max(1, (self.total_tokens - block_size) // block_size)
+        self.windows = stream if self.rows is None else self.total_tokens // block_size
         self.fingerprint = _fingerprint(self.files)
 
     @property
@@ -148,16 +166,20 @@ class Loader:
 
     def window(self, sample: int) -> np.ndarray:
         """Tokens of a global sample index: int64 [block_size + 1], a pure function of (seed, sample)."""
-        epoch, index = divmod(sample, self.windows)
-        offset = 0
-        if self.shuffle:
-            index = Permutation(self.windows, self.seed, epoch)(index)
-            offset = self._offset(epoch)
-        start = offset + index * self.block_size
+        epoch, index = self._place(sample)
+        start = index * self.block_size + (self._offset(epoch) if self.shuffle else 0)
         return self._read(start, start + self.block_size + 1)
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        """(epoch, which of its windows) of a global sample index."""
+        epoch, index = divmod(sample, self.windows)
+        return epoch, Permutation(self.windows, self.seed, epoch)(index) if self.shuffle else index
 
     def batch(self, first_sample: int, n: int) -> Batch:
         """Samples first_sample to first_sample + n as CPU tensors."""
+        if self.rows is not None:
+            rows = [self._place(sample)[1] for sample in range(first_sample, first_sample + n)]
+            return _row_batch(self.rows, rows, self.document_mask)
         windows = np.stack([self.window(sample) for sample in range(first_sample, first_sample + n)])
         return _batch(windows, self.eot, self.separator, self.document_mask)
 
@@ -242,7 +264,8 @@ def heldout_batches(
     """
     if file.count < 2:
         raise ConfigError(f"{file.path} has {file.count} token: a held-out file needs at least 2")
-    windows = np.arange(math.ceil((file.count - 1) / block_size))
+    _check_rows(file, block_size)
+    windows = np.arange(math.ceil((file.count - (file.row == 0)) / block_size))
     if max_batches is not None and max_batches * batch_size < len(windows):
         windows = windows[np.arange(max_batches * batch_size) * len(windows) // (max_batches * batch_size)]
     firsts = range(rank * batch_size, len(windows), world * batch_size)
@@ -251,6 +274,10 @@ def heldout_batches(
 
 
 def _heldout_batch(file: TokenFile, starts: np.ndarray, block_size: int, batch_size: int, document_mask: bool) -> Batch:
+    if file.row:
+        batch = _row_batch(file, [*(starts // block_size).tolist(), *[0] * (batch_size - len(starts))], document_mask)
+        batch.labels[len(starts) :] = IGNORED  # rows that only fill up the batch
+        return batch
     stream = np.full((batch_size, block_size + 1), file.eot, dtype=np.int64)
     real = np.zeros((batch_size, block_size), dtype=bool)  # positions whose label lies in the file
     for row, start in enumerate(starts.tolist()):

@@ -7,8 +7,10 @@ A token file is a header of 256 little-endian int32 and then the tokens, uint16 
     word 2      number of tokens (low 32 bits)       word 6      id of the separator (EOT)
     word 3      1 if words 4 to 17 are filled        word 7      vocab_size
                                                      words 8-15  sha256 of the tokenizer
-                                                     words 16-17 number of tokens, 64 bits
+    word 18     tokens per row, 0: no rows           words 16-17 number of tokens, 64 bits
 
+Plain files are one stream of documents, and every token is the label of the one before. A file of rows, which made tasks use,
+is read in whole rows, and its labels, as many, follow the tokens: the largest integer of the type is "no label".
 Words 0 to 2 are those of llm.c and modded-nanogpt, whose files have zeros from word 3 on and are read too (each document
 begins with EOT 50256), as are nanoGPT's headerless uint16 files (each document ends with EOT).
 """
@@ -16,7 +18,7 @@ begins with EOT 50256), as are nanoGPT's headerless uint16 files (each document 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 SEPARATORS = {1: "before", 2: "after"}
 GPT2_EOT = 50256
+HASHED_AT_OPENING = 2**28  # bytes of training files that are hashed at every start: a quarter of a second
 DATA_DIR = Path(__file__).resolve().parent
 
 
@@ -37,8 +40,8 @@ class TokenFile:
     """One file of tokens, opened for reading.
 
     `count` tokens of `dtype`; `separator` ("before" or "after") says where a document has its EOT, whose id is `eot`;
-    `vocab_size` and `tokenizer_hash` are None where the format does not say. Raises ConfigError if the file is missing,
-    empty, truncated or of an unknown version.
+    `vocab_size` and `tokenizer_hash` are None where the format does not say; `row` is 0 without rows. Raises ConfigError if the
+    file is missing, empty, truncated or of an unknown version.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -47,6 +50,7 @@ class TokenFile:
             raise ConfigError(f"no token file at {self.path}")
         self.vocab_size: int | None = None
         self.tokenizer_hash: str | None = None
+        self.row = 0
         self._start = 0
         size = self.path.stat().st_size
         # As uint16 the magic begins with 55432, which no GPT-2 vocabulary has: headerless files cannot look like it.
@@ -75,7 +79,10 @@ class TokenFile:
             self.separator, self.eot = SEPARATORS[int(header[5])], int(header[6])
             self.vocab_size = int(header[7])
             self.tokenizer_hash = header[8:16].tobytes().hex()
-        expected = HEADER_BYTES + self.count * self.dtype.itemsize
+            self.row = int(header[18])
+        expected = HEADER_BYTES + self.count * self.dtype.itemsize * (2 if self.row else 1)
+        if self.row < 0 or (self.row and self.count % self.row):
+            raise ConfigError(f"{self.path}: {self.count} tokens are no whole number of rows of {self.row}")
         if size != expected:
             what = "is truncated" if size < expected else "is longer than its header says"
             found = max(0, size - HEADER_BYTES) // self.dtype.itemsize
@@ -106,6 +113,14 @@ class TokenFile:
             raise ConfigError(f"{self.path} changed: expected tokens {start} to {stop}, found {len(piece)}")
         return piece
 
+    def read_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of some rows and of their labels, both int64 [len(rows), row]; -1 where there is no label."""
+        shape = (2, self.count // self.row, self.row)
+        both = np.memmap(self.path, dtype=self.dtype, mode="r", offset=self._start, shape=shape)  # one opening for all rows
+        tokens, labels = both[:, rows].astype(np.int64)
+        labels[labels == np.iinfo(self.dtype).max] = -1
+        return tokens, labels
+
 
 def write_tokens(
     path: str | os.PathLike,
@@ -115,11 +130,14 @@ def write_tokens(
     eot: int,
     vocab_size: int,
     tokenizer_hash: str,
+    row: int = 0,
+    labels: Iterable[np.ndarray] = (),
 ) -> int:
     """Write a token file from a stream of 1-d integer arrays; returns the number of tokens.
 
-    uint16 up to a vocabulary of 65,536, else uint32. The file appears under its name only when it is complete.
-    Raises ConfigError for an id outside [0, vocab_size), naming it and its position.
+    uint16 up to a vocabulary of 65,536, else uint32. With `row`, a file of rows of so many tokens and as many `labels` (-1: none).
+    The file appears under its name only when it is complete. Raises ConfigError for an id outside [0, vocab_size), naming it and
+    its position.
     """
     codes = {name: code for code, name in SEPARATORS.items()}
     if separator not in codes:
@@ -127,11 +145,12 @@ def write_tokens(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    dtype = np.dtype("<u2" if vocab_size + (row > 0) <= 2**16 else "<u4")
     header = np.zeros(HEADER_WORDS, dtype="<i4")
     header[:2] = MAGIC, 1 if dtype.itemsize == 2 else 2
     header[3:8] = 1, dtype.itemsize, codes[separator], eot, vocab_size
     header[8:16] = np.frombuffer(bytes.fromhex(tokenizer_hash), dtype="<i4")
+    header[18] = row
     count = 0
     try:
         with open(beside, "wb") as file:
@@ -141,6 +160,8 @@ def write_tokens(
                 _check_ids(array, vocab_size, path, count)
                 file.write(array.astype(dtype).tobytes())
                 count += len(array)
+            if row:
+                _write_labels(file, labels, dtype, vocab_size, path, count)
             header[2:3].view("<u4")[0] = count % 2**32
             header[16:18].view("<i8")[0] = count
             file.seek(0)
@@ -151,6 +172,17 @@ def write_tokens(
     finally:
         beside.unlink(missing_ok=True)
     return count
+
+
+def _write_labels(file, labels: Iterable[np.ndarray], dtype: np.dtype, vocab_size: int, path: Path, expected: int) -> None:
+    count = 0
+    for array in labels:
+        array = np.asarray(array)
+        _check_ids(np.maximum(array, 0), vocab_size, path, count)
+        file.write(np.where(array < 0, np.iinfo(dtype).max, array).astype(dtype).tobytes())
+        count += len(array)
+    if count != expected:
+        raise ConfigError(f"{path}: {expected} tokens need as many labels, found {count}")
 
 
 def check_vocab(file: TokenFile, vocab_size: int) -> None:
@@ -186,6 +218,24 @@ def read_meta(folder: Path) -> dict:
     return meta
 
 
+def tokenizer_meta(tokenizer: Tokenizer) -> dict:
+    """What meta.json says of the tokenizer of a set whose documents begin with the separator."""
+    return {
+        "tokenizer": tokenizer.kind,
+        "tokenizer_hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "separator": "before",
+    }
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file, whole or not at all."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
 def file_sha256(path: str | os.PathLike) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -218,11 +268,34 @@ class Dataset:
         train, val = [TokenFile(path) for path in train_paths], TokenFile(val_paths[0])
         meta = read_meta(folder)
         dataset = cls(folder, train, val, _tokenizer_of(folder, train[0]), meta)
-        dataset._check(meta.get("val_sha256"))
+        dataset._check()
         return dataset
 
-    def _check(self, val_sha256: str | None) -> None:
-        problems = []
+    def damage(self, max_bytes: int | None = None) -> list[str]:
+        """One line for each file that is not what meta.json says of it: missing, or with another sha256.
+
+        The held-out file is always read. The training files are only if they have at most `max_bytes` together (none: always):
+        a start need not read them all, `python data/prepare.py --show` does.
+        """
+        recorded = dict(self.meta.get("sha256", {}))
+        missing = sorted(recorded.keys() - {file.path.name for file in self.train})
+        again = "prepare the data set again (the same command makes only what is missing or damaged)"
+        problems = [f"{self.folder / name} is missing: meta.json lists it; {again}" for name in missing]
+        if max_bytes is not None and sum(file.path.stat().st_size for file in self.train) > max_bytes:
+            recorded = {}
+        for path, expected in [(file.path, recorded.get(file.path.name)) for file in self.train]:
+            if expected is not None and (found := file_sha256(path)) != expected:
+                problems.append(f"{path} is damaged: its sha256 is {found[:12]}..., meta.json says {expected[:12]}...; {again}")
+        val_sha256 = self.meta.get("val_sha256")
+        if val_sha256 is not None and file_sha256(self.val.path) != val_sha256:
+            problems.append(
+                f"{self.val.path} is not the file that meta.json describes (another sha256): scores on it would not "
+                f"be comparable; {again}"
+            )
+        return problems
+
+    def _check(self) -> None:
+        problems = self.damage(HASHED_AT_OPENING)
         for file in [*self.train, self.val]:
             if file.tokenizer_hash not in (None, self.tokenizer.hash):
                 problems.append(
@@ -234,11 +307,6 @@ class Dataset:
                     f"{file.path} has EOT {file.eot} {file.separator} each document, expected {self.tokenizer.eot} "
                     f"{self.train[0].separator} as in the tokenizer and {self.train[0].path.name}"
                 )
-        if val_sha256 is not None and file_sha256(self.val.path) != val_sha256:
-            problems.append(
-                f"{self.val.path} is not the file that meta.json describes (another sha256): scores on it would not "
-                "be comparable; prepare the data set again"
-            )
         if problems:
             raise ConfigError(problems)
 
@@ -275,6 +343,8 @@ def _tokenizer_of(folder: Path, first: TokenFile) -> Tokenizer:
 def _not_prepared(folder: Path, problem: str, root: Path) -> str:
     sets = sorted(path.parent.name for path in root.glob("*/prepare.py"))
     listed = ", ".join(name if _shards(root / name, "train") else f"{name} (not prepared)" for name in sets)
+    if (folder / "parts" / "plan.json").is_file():
+        return f"{problem}: its preparation was not finished; the same command goes on where it stopped"
     if folder.name in sets and (root / folder.name).resolve() == folder.resolve():
         return f"{problem}: run `python data/{folder.name}/prepare.py`"
     return f"{problem}; data sets here: {listed or 'none'}; prepare one by `python data/NAME/prepare.py`"
