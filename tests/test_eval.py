@@ -31,14 +31,14 @@ DOCUMENTS = [
 ]
 
 
-def write_run(folder, separator="before"):
+def write_run(folder, separator="before", layers="gdn attn", **settings):
     """A run of one checkpoint: random weights that make confident, varied predictions, and a data set of bytes."""
     tokenizer = Tokenizer.from_bytes()
     train, val = ([d.replace("{i}", str(i)) for d in DOCUMENTS] for i in (1, 2))
     data = write_dataset(folder / "data", tokenizer, train, val, name="tiny", source="test", licence="none")
     torch.manual_seed(3)
-    config = ModelConfig(layers="gdn attn", n_layer=2, n_embd=32, n_head=2, n_ffn=64, block_size=T, vocab_size=VOCAB,
-                         tie_embeddings=False)  # fmt: skip
+    config = ModelConfig(layers=layers, n_layer=2, n_embd=32, n_head=2, n_ffn=64, block_size=T, vocab_size=VOCAB,
+                         tie_embeddings=False, **settings)  # fmt: skip
     model = Model(config)
     with torch.no_grad():
         model.embedding.weight.mul_(25)
@@ -51,7 +51,7 @@ def write_run(folder, separator="before"):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).nll.sum().backward()
     optimizer.step()
-    checkpoint.save(folder / "run", 7, model=model, optimizer=optimizer, generators={"cpu": torch.get_rng_state()}, meta=meta,
+    checkpoint.save(folder / "run", 7, model=model, optimizer=optimizer, meta=meta,
                     tokenizer=tokenizer, keep_last=1, best=True)  # fmt: skip
     return folder / "run"
 
@@ -259,20 +259,20 @@ def test_stop_strings_and_limits(lm):
     assert write(whole[3], 12) == whole[: whole.index(whole[3])]
     assert write([], 0) == ""
     assert write([], 12, do_sample=True, temperature=1e-6) == whole
-    torch.manual_seed(1)
-    sampled = {write([], 12, do_sample=True, temperature=3.0) for _ in range(4)}
-    assert len(sampled) > 1
+    hot = ("The ship", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 3.0})
+    sampled = ask(lm, "generate_until", *[hot] * 4)
+    assert len(set(sampled)) > 1 and ask(lm, "generate_until", hot, hot) == sampled[:2]  # of seed and place, not of the batch
 
 
-def test_long_prompts_are_cut_on_the_left(lm, monkeypatch):
-    prompt, prompts = list(range(33, 123)), []
-    padded = lm._padded
-    monkeypatch.setattr(lm, "_padded", lambda rows, fill: prompts.extend(rows) or padded(rows, fill))
-    (got,) = ask(lm, "generate_until", (bytes(prompt).decode(), {"until": [], "max_gen_toks": 4}))
+def test_long_prompts_are_cut_on_the_left(lm):
+    prompt = list(range(33, 123))
+    text = bytes(prompt).decode()
+    assert lm._prompt(text, 4) == prompt[-(T - 4) :]
+    assert lm._prompt(text, 3 * T) == prompt[-T // 2 :]
+    (got,) = ask(lm, "generate_until", (text, {"until": [], "max_gen_toks": 4}))
     ids = greedy_ids(lm, prompt[-(T - 4) :], 4)
     assert got == bytes(ids[: ids.index(EOT)] if EOT in ids else ids).decode(errors="replace")
-    ask(lm, "generate_until", (bytes(prompt).decode(), {"until": [], "max_gen_toks": 3 * T}))  # goes on beyond block_size
-    assert prompts == [prompt[-(T - 4) :], prompt[-T // 2 :]]
+    ask(lm, "generate_until", (text, {"until": [], "max_gen_toks": 3 * T}))  # goes on beyond block_size
 
 
 # -- the task and lm-eval --------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def check_unknown_task(run):
     with pytest.raises(ConfigError) as error:
         evaluation.find_tasks("heldout_bpb,heldout_bbp", run)
     (problem,) = error.value.problems
-    assert problem.startswith("unknown task 'heldout_bbp': this repository has heldout_bpb, lm-eval ")
+    assert problem.startswith("unknown task 'heldout_bbp': this repository has copying, heldout_bpb, ")
     assert "nearest: heldout_bpb" in problem
     return problem
 
@@ -364,12 +364,19 @@ def test_unknown_task(run, tmp_path, monkeypatch):
     (tmp_path / "arc.yaml").write_text("task: arc_easy\n")
 
     def with_one_builtin(include_path, include_defaults=True, metadata=None):
-        paths = [include_path, str(tmp_path)] if include_defaults else include_path
+        paths = [*include_path, str(tmp_path)] if include_defaults else include_path
         return TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
 
     monkeypatch.setattr(evaluation, "TaskManager", with_one_builtin)
     assert "lm-eval 1 more" in check_unknown_task(run)
     assert evaluation.find_tasks("heldout_bpb, arc_*", run)[1] == ["arc_easy", "heldout_bpb"]
+
+
+def test_tasks_of_another_folder(run, tmp_path):
+    (tmp_path / "own.yaml").write_text("task: own_task\n")
+    assert evaluation.find_tasks("own_task,recall", run, str(tmp_path))[1] == ["own_task", "recall"]
+    with pytest.raises(ConfigError, match="no such folder"):
+        evaluation.find_tasks("recall", run, str(tmp_path / "missing"))
 
 
 @pytest.mark.slow
@@ -378,7 +385,8 @@ def test_unknown_task_in_the_whole_index(run):
 
 
 @pytest.mark.parametrize(
-    "given", [{"batch_size": "auto"}, {"batch_size": 0}, {"max_batch_size": 64}, {"device": "tpu9"}, {"dtype": "float8"}]
+    "given",
+    [{"batch_size": "many"}, {"batch_size": 0}, {"max_batch_size": 0}, {"max_length": 0}, {"device": "tpu9"}, {"dtype": "float8"}],
 )
 def test_arguments_of_the_model_are_checked(run, given):
     with pytest.raises(ConfigError, match=str(next(iter(given)))):
@@ -394,8 +402,35 @@ def test_command(run, root):
     record = json.loads((run / "eval-heldout_bpb-limit1-step-000007.json").read_text())
     assert record["checkpoint"].endswith("step-000007") and record["step"] == 7 and record["limit"] == 1 and record["seconds"] > 0
     assert record["tokenizer_hash"] == Tokenizer.from_bytes().hash and record["policy"]["bos"] is True
+    assert len(record["weights_sha256"]) == 64 and record["val_sha256"] == Dataset.open(run.parent / "data").meta["val_sha256"]
+    assert record["conditions"]["max_length"] == T and len(record["conditions"]["documents"]["heldout_bpb"]) == 64
     assert math.isfinite(record["results"]["heldout_bpb"]["bits_per_byte,none"])
     assert not list(run.glob(".eval*"))
+
+
+def test_samples_and_a_table_are_written_where_asked_for(run, monkeypatch, capsys):
+    logged, finished = {}, []
+
+    class Page:
+        log, finish = logged.update, lambda self: finished.append(True)
+
+    class Wandb:
+        Table = staticmethod(lambda columns, data: (columns, data))
+        init = staticmethod(lambda **settings: logged.update(settings=settings) or Page())
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    flags = ["--tasks=copying", "--limit=3", "--device=cpu", "--log_samples", "--wandb_log", "--wandb_project=p"]
+    evaluation.main([str(run), *flags])
+    lines = (run / "eval-copying-limit3-step-000007.samples.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and json.loads(lines[0])["task"] == "copying" and len(json.loads(lines[0])["resps"]) == 1
+    columns, rows = logged["eval/step-000007"]
+    assert columns == ["task", "metric", "value", "stderr"] and ["copying", "acc"] in [row[:2] for row in rows]
+    assert logged["settings"]["project"] == "p" and logged["eval/copying/acc"] == rows[0][2] and finished
+    assert "copying: chance is" in capsys.readouterr().out
+
+    monkeypatch.setattr(Wandb, "init", staticmethod(lambda **_: 1 / 0))
+    evaluation.main([str(run), *flags])  # whatever W&B does, the scores are there
+    assert "warning: the scores were not logged to W&B (ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -404,7 +439,11 @@ def test_command(run, root):
         ([], "one run or checkpoint folder is needed, got 0"),
         (["a", "b"], "got 2"),
         (["no/such/run"], "no checkpoint at no/such/run"),
-        (["x", "--limit=0"], "limit=0: must be at least 1"),
+        (["x", "--limit=0"], "limit=0: must be greater than 0"),
+        (["x", "--limit=2.5"], "limit=2.5: a number of documents (2 or 3), or a share below 1"),
+        (["x", "--batch_size=0"], "batch_size=0: must be at least 1, or auto"),
+        (["x", "--max_batch_size=4"], "--max_batch_size=4 has no effect with batch_size=16"),
+        (["x", "--out_dir=y"], "--out_dir=y has no effect with compare=false"),
         (["x", "--num_fewshot=5"], "num_fewshot=5 has no effect on heldout_bpb"),
         (["x", "--task=heldout_bpb"], "unknown setting 'task': did you mean 'tasks'?"),
     ],

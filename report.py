@@ -1,0 +1,384 @@
+"""The report of `python eval.py --compare RUN RUN ...`: report.md and report.png, of what the runs logged and were scored at.
+
+Runs whose settings differ in the seed alone are one variant. Figures are means over seeds with their standard error; each variant
+is tested against the best one, paired by seed, and what is within noise is called so. Scores are only put side by side if they were
+made under the same conditions: policy, limits, versions, and the very same documents.
+"""
+
+import datetime
+import json
+import math
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+
+import checkpoint
+from configurator import ConfigError, ModelConfig
+from data.tokens import Dataset
+from harness import HybridLM
+from model import Model, format_bytes
+from sample import Engine, Generator
+from sweep import table
+
+NOT_OF_THE_VARIANT = {  # settings that say where and how a run was made, not what it is
+    "seed", "out_dir", "overwrite", "resume", "device", "compile", "wandb_log", "wandb_project", "wandb_run_name", "log_interval",
+    "save_interval", "keep_last", "eval_only",
+}  # fmt: skip
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity")  # ends of names
+SIGNIFICANT = 0.05
+PROMPTS = 128  # held-out documents that the loss by position is a mean of, at most
+BEYOND = 4  # times block_size: how far the loss by position goes
+
+
+class Run(NamedTuple):
+    folder: Path  # of the checkpoint
+    meta: dict
+    curves: list[dict]  # metrics.jsonl
+    scores: dict[str, float]  # "task metric" -> value
+    chance: dict[str, float]  # task -> value
+    conditions: dict[str, dict]  # task -> what its scores were made under
+
+    @property
+    def seed(self):
+        return self.meta.get("settings", {}).get("seed", 0)
+
+
+class Variant(NamedTuple):
+    name: str
+    runs: list[Run]
+
+    def values(self, metric):
+        """{seed: value} of the runs that have it."""
+        return {run.seed: run.scores[metric] for run in self.runs if metric in run.scores}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_run(path):
+    folder, meta = checkpoint.open_checkpoint(path, ("best", "last"))
+    lines = folder.parent / "metrics.jsonl"
+    curves = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    validation = [line["val_bits_per_byte"] for line in curves if "val_bits_per_byte" in line]
+    scores = {"validation bits_per_byte": min(validation)} if validation else {}
+    chance, conditions = {}, {}
+    for file in sorted(folder.parent.glob(f"eval-*-{folder.name}.json"), key=lambda p: p.stat().st_mtime):  # the newest wins
+        record = json.loads(file.read_text())
+        chance |= record.get("chance", {})
+        for task, found in record["results"].items():
+            of_all = record["conditions"]
+            own = {name: of_all[name].get(task) for name in ("n-shot", "versions", "documents")}
+            conditions[task] = {name: x for name, x in of_all.items() if name not in own} | own
+            kept = {
+                name.partition(",")[0]: value for name, value in found.items() if "," in name and isinstance(value, int | float)
+            }
+            scores = {name: value for name, value in scores.items() if name.partition(" ")[0] != task}
+            scores |= {f"{task} {name}": value for name, value in kept.items() if not name.endswith("_stderr")}
+    return Run(folder, meta, curves, scores, chance, conditions)
+
+
+def check_conditions(runs):
+    """ConfigError for each task whose scores were not made alike."""
+    problems = []
+    for task in sorted({task for run in runs for task in run.conditions}):
+        having = [run for run in runs if task in run.conditions]
+        first = having[0]
+        for run in having[1:]:
+            mine, theirs = run.conditions[task], first.conditions[task]
+            differing = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+            if differing:
+                shown = ", ".join(f"{name} {_short(theirs.get(name))} and {_short(mine.get(name))}" for name in differing)
+                which = f"{first.folder.parent} and {run.folder.parent}"
+                problems.append(f"{task}: the scores of {which} cannot be compared ({shown}): score both in the same way")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _short(value):
+    return str(value)[:12]
+
+
+def variants_of(runs):
+    """Runs that differ in the seed alone, together; named by the settings in which the variants differ."""
+    settings = {id(run): {n: x for n, x in run.meta.get("settings", {}).items() if n not in NOT_OF_THE_VARIANT} for run in runs}
+    groups = {}
+    for run in runs:
+        groups.setdefault(json.dumps(settings[id(run)] or str(run.folder), sort_keys=True, default=str), []).append(run)
+    several = [settings[id(members[0])] for members in groups.values()]
+    differing = [name for name in several[0] if any(s.get(name) != several[0][name] for s in several[1:])]
+    if len({own.get("layers") for own in several}) == len(several):
+        differing = ["layers"]  # which says it; a width that goes with it, to match sizes, need not be told
+    found = []
+    for members, own in zip(groups.values(), several, strict=True):
+        seeds = [run.seed for run in members]
+        twice = [seed for seed in seeds if seeds.count(seed) > 1]
+        if twice:
+            raise ConfigError(f"seed {twice[0]} was given twice: {', '.join(str(run.folder.parent) for run in members)}")
+        parts = [str(own.get(name)) if name == "layers" else f"{name}={own.get(name)}" for name in differing]
+        name = " ".join(parts) or members[0].folder.parent.name
+        found.append(Variant(name, sorted(members, key=lambda run: run.seed)))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def mean_and_error(values):
+    """(mean, standard error over seeds or None for one)."""
+    values = list(values)
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+class Test(NamedTuple):
+    difference: float
+    error: float | None
+    p: float | None
+
+    @property
+    def verdict(self):
+        if self.p is None:
+            return "fewer than two seeds in common: no noise to compare with"
+        return f"within noise (p = {self.p:.2f})" if self.p >= SIGNIFICANT else f"different (p = {self.p:.3f})"
+
+
+def paired(first, second):
+    """Student's t test on the differences `second - first` of two {seed: value}, over the seeds that both have."""
+    common = sorted(first.keys() & second.keys())
+    differences = [second[seed] - first[seed] for seed in common]
+    if len(differences) < 2:
+        mine, theirs = (statistics.fmean(values.values()) for values in (second, first))
+        return Test(mine - theirs, None, None)
+    mean, error = mean_and_error(differences)
+    if error == 0:
+        return Test(mean, 0.0, 1.0 if mean == 0 else 0.0)
+    return Test(mean, error, float(2 * stats.t.sf(abs(mean / error), len(differences) - 1)))
+
+
+def better_first(variants, metric):
+    """The variants that have a metric, the best first."""
+    having = [variant for variant in variants if variant.values(metric)]
+    sign = 1 if metric.endswith(LOWER_IS_BETTER) else -1
+    return sorted(having, key=lambda variant: sign * statistics.fmean(variant.values(metric).values()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is measured here: loss by position, speed
+
+
+def loss_by_position(run, device, dtype):
+    """[(first position, end, bits per token)] along held-out documents, up to BEYOND times block_size; None without a text.
+
+    Kept beside the run, and read from there the next time.
+    """
+    kept = run.folder.parent / f"positions-{run.folder.name}.json"
+    if kept.is_file():
+        return json.loads(kept.read_text())
+    where = run.meta.get("dataset_folder")
+    dataset = Dataset.open(where) if where is not None and Path(where).is_dir() else None
+    if dataset is None or dataset.val.row or dataset.meta.get("val_sha256") != run.meta["val_sha256"]:
+        return None
+    lm = HybridLM(run.folder, batch_size=1, device=device, dtype=dtype)
+    longest = lm.model.config.block_size * (1 if lm.model.position_embedding is not None else BEYOND)
+    tokens = dataset.val.read(0, min(dataset.val.count, PROMPTS * longest * 4))
+    documents = [d.tolist()[:longest] for d in _split(tokens, dataset.val.eot) if len(d) > 16][:PROMPTS]
+    if not documents:
+        return None
+    edges = [0, *(2**i for i in range(longest.bit_length()) if 2**i < longest), longest]
+    sums, counts = [0.0] * (len(edges) - 1), [0] * (len(edges) - 1)
+    with torch.inference_mode():
+        for document in documents:
+            (nll,) = lm._nll([(0, [lm.eot_token_id], document)])
+            for i in range(len(edges) - 1):
+                part = nll[edges[i] : edges[i + 1]]
+                sums[i], counts[i] = sums[i] + float(part.sum()), counts[i] + len(part)
+    found = [(edges[i], edges[i + 1], sums[i] / counts[i] / math.log(2)) for i in range(len(sums)) if counts[i]]
+    kept.write_text(json.dumps(found))
+    return found
+
+
+def _split(tokens, eot):
+    """The documents in a stream of tokens, without their separators."""
+    pieces = np.split(tokens, np.flatnonzero(tokens == eot))
+    return [piece[piece != eot] for piece in pieces]
+
+
+def speed(run, device, dtype, tokens=64):
+    """(seconds to the first token of a prompt of half a block, seconds per further token), one sequence, after a warm-up."""
+    lm = HybridLM(run.folder, device=device, dtype=dtype)
+    engine = Engine(lm.model, vocab=lm.codec.vocab_size, eot=lm.eot_token_id, dtype=lm.dtype)
+    half = max(1, lm.model.config.block_size // 2)
+    prompt, n = [lm.eot_token_id] * half, min(tokens, half)
+    for _ in range(2):
+        began = time.perf_counter()
+        times = [time.perf_counter() for _ in Generator(engine, prompt, max_new_tokens=n, temperature=0)]
+    return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def main(paths, config):
+    if len(paths) < 2:
+        raise ConfigError(f"--compare needs at least two runs, got {len(paths)}: python eval.py --compare out/a out/b")
+    runs = [read_run(path) for path in paths]
+    check_conditions(runs)
+    variants = variants_of(runs)
+    out = Path(config.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    positions = {v.name: loss_by_position(v.runs[0], config.device, config.dtype) for v in variants}
+    speeds = {v.name: speed(v.runs[0], config.device, config.dtype) for v in variants} if config.speed else {}
+    text = markdown(variants, positions, speeds, paths)
+    (out / "report.md").write_text(text, encoding="utf-8")
+    figure(variants, positions, out / "report.png")
+    print(text)
+    print(f"written to {out / 'report.md'} and {out / 'report.png'}")
+
+
+def markdown(variants, positions, speeds, paths):
+    metrics = list(dict.fromkeys(name for v in variants for run in v.runs for name in run.scores))
+    main_metrics = [m for m in metrics if not _detail(m) and not m.endswith("byte_perplexity")]  # which is 2^bits_per_byte
+    details = [m for m in metrics if _detail(m) and not m.endswith(" chance")]
+    today = datetime.date.today().isoformat()
+    lines = ["# Comparison", "", f"`python eval.py --compare {' '.join(map(str, paths))}`", ""]
+    lines += [f"{today}, report made on {_machine()}, torch {torch.__version__}. Means over seeds ± standard error.", ""]
+    lines += table([["", *(v.name for v in variants)], *_facts(variants, speeds), *_rows(variants, main_metrics)])
+    lines += ["", "## Against the best", ""]
+    for metric in main_metrics:
+        ordered = better_first(variants, metric)
+        if len(ordered) > 1:
+            best = ordered[0]
+            lines.append(f"- **{metric}**: best is `{best.name}`")
+            for other in ordered[1:]:
+                test = paired(best.values(metric), other.values(metric))
+                error = "" if test.error is None else f" ± {test.error:.2g}"
+                lines.append(f"  - `{other.name}`: {test.difference:+.4g}{error}, {test.verdict}")
+    if details:
+        lines += ["", "## By length and depth", "", *table([["", *(v.name for v in variants)], *_rows(variants, details)])]
+    if any(positions.values()):
+        lines += ["", "## Loss by position in held-out documents, bits per token", ""]
+        edges = list(dict.fromkeys((a, b) for found in positions.values() for a, b, _ in found or []))
+        rows = [["tokens", *(f"{a} to {b - 1}" for a, b in edges)]]
+        for variant in variants:
+            found = {(a, b): bits for a, b, bits in positions[variant.name] or []}
+            rows.append([f"`{variant.name}`", *(f"{found[e]:.3f}" if e in found else "" for e in edges)])
+        lines += table(rows) + ["", "Of the first seed; trained lengths end where the figure has a line."]
+    lines += ["", "![curves, loss by position, recall against state](report.png)", "", "## Runs", ""]
+    for variant in variants:
+        for run in variant.runs:
+            lines.append(f"- `{variant.name}`, seed {run.seed}: {run.folder}, commit {str(run.meta.get('commit'))[:10]}")
+    return "\n".join(lines) + "\n"
+
+
+def _machine():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _detail(metric):
+    """Whether a metric is one of the parts of another: by length or depth; and chance, which stands beside its task."""
+    return "acc_" in metric or metric.endswith(" chance")
+
+
+def _facts(variants, speeds):
+    models = [_skeleton(v.runs[0].meta["model"]) for v in variants]
+    blocks = [m.config.block_size for m in models]
+    rows = [
+        ["seeds", *(str(len(v.runs)) for v in variants)],
+        ["parameters", *(f"{m.n_params():,}" for m in models)],
+        ["MFLOP a token", *(f"{m.flops_per_token(b) / 1e6:.2f}" for m, b in zip(models, blocks, strict=True))],
+        ["state at block_size", *(format_bytes(m.state_bytes(1, b)) for m, b in zip(models, blocks, strict=True))],
+        ["state at 32k", *(format_bytes(m.state_bytes(1, 32768)) for m in models)],
+    ]
+    rates = [[line["tokens_per_second"] for run in v.runs for line in run.curves if "tokens_per_second" in line] for v in variants]
+    if all(rates):
+        rows.append(["training tokens/s", *(f"{statistics.median(r):,.0f}" for r in rates)])
+    if speeds:
+        rows.append(["first token, ms", *(f"{1e3 * speeds[v.name][0]:.2f}" for v in variants)])
+        rows.append(["ms a token", *(f"{1e3 * speeds[v.name][1]:.2f}" for v in variants)])
+    return rows
+
+
+def _skeleton(settings):
+    with torch.device("meta"):
+        return Model(ModelConfig(**settings))
+
+
+def _rows(variants, metrics):
+    rows = []
+    for metric in metrics:
+        cells = []
+        for variant in variants:
+            values = variant.values(metric).values()
+            mean, error = mean_and_error(values) if values else (None, None)
+            cells.append("" if mean is None else f"{mean:.4g}" + (f" ± {error:.2g}" if error is not None else ""))
+        task = metric.partition(" ")[0]
+        level = next((run.chance[task] for v in variants for run in v.runs if task in run.chance), None)
+        rows.append([metric + (f" (chance {level:.3g})" if level is not None and not _detail(metric) else ""), *cells])
+    return rows
+
+
+def figure(variants, positions, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plot, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    colors = [f"C{i % 10}" for i in range(len(variants))]
+    for variant, color in zip(variants, colors, strict=True):
+        for axis, key in ((axes[0, 0], "loss"), (axes[0, 1], "val_bits_per_byte")):
+            _curve(axis, variant, key, color)
+        found = positions[variant.name]
+        if found:
+            middles, bits = [(a + b) / 2 for a, b, _ in found], [x for *_, x in found]
+            axes[1, 0].plot(middles, bits, "o-", ms=3, color=color, label=variant.name)
+    block = variants[0].runs[0].meta["model"]["block_size"]
+    axes[1, 0].axvline(block, color="grey", lw=0.8, ls="--")
+    titles = ("training loss", "validation, bits per byte", "loss by position in the document, bits per token")
+    for axis, title, label in zip(axes.flat, titles, ("tokens", "tokens", f"position (trained: {block})"), strict=False):
+        axis.set(title=title, xlabel=label)
+    axes[1, 0].set_xscale("log", base=2)
+    _pareto(axes[1, 1], variants, colors)
+    axes[0, 0].legend(fontsize=7)
+    plot.savefig(path, dpi=90)
+    plt.close(plot)
+
+
+def _curve(axis, variant, key, color):
+    """The mean over seeds against tokens, and the range of the seeds."""
+    by_step = {}
+    for run in variant.runs:
+        per_step = next((line["tokens"] / line["step"] for line in run.curves if "tokens" in line), 1)
+        for line in run.curves:
+            if key in line:
+                by_step.setdefault(line["step"] * per_step, []).append(line[key])
+    steps = sorted(step for step, values in by_step.items() if len(values) == len(variant.runs))
+    if steps:
+        axis.plot(steps, [statistics.fmean(by_step[s]) for s in steps], color=color, lw=1.2, label=variant.name)
+        axis.fill_between(steps, [min(by_step[s]) for s in steps], [max(by_step[s]) for s in steps], color=color, alpha=0.15, lw=0)
+
+
+def _pareto(axis, variants, colors):
+    """The best measure of recall there is, against the bytes of state at block_size."""
+    measures = ("mqar acc", "needle_multi acc", "needle_single acc", "recall recalled_perplexity", "validation bits_per_byte")
+    metric = next((m for m in measures if all(v.values(m) for v in variants)), None)
+    if metric is None:
+        axis.set_axis_off()
+        return
+    for variant, color in zip(variants, colors, strict=True):
+        model = _skeleton(variant.runs[0].meta["model"])
+        mean, error = mean_and_error(variant.values(metric).values())
+        axis.errorbar(model.state_bytes(1, model.config.block_size), mean, yerr=error, fmt="o", color=color, capsize=3)
+    axis.set(title=f"{metric} against state", xlabel="bytes of state at block_size", xscale="log")
+    if metric.endswith(LOWER_IS_BETTER):
+        axis.invert_yaxis()

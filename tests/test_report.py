@@ -1,0 +1,257 @@
+"""eval.py --compare and sweep.py: what is put side by side, what is refused, what is done again and what is not."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_eval import surroundings, write_run  # noqa: F401  (a fixture)
+
+import checkpoint
+import eval as evaluation
+import report
+import sweep
+from configurator import ConfigError
+from model import Model
+
+SCORED = {"bos": True, "truncation": "left", "max_length": 32, "limit": None, "gen_kwargs": None, "seed": 1234, "lm_eval": "0.4"}
+
+
+def trained_run(tmp_path, name, layers, seed, loss, *, scores=None, limit=None, **settings):
+    """A run as train.py and eval.py leave it, its curves and scores made up."""
+    folder = write_run(tmp_path / name, layers=layers)
+    step = checkpoint.resolve(folder)
+    meta = json.loads((step / "meta.json").read_text())
+    meta["settings"] = {"layers": layers, "seed": seed, "out_dir": str(folder), "learning_rate": 1e-3, **settings}
+    (step / "meta.json").write_text(json.dumps(meta))
+    marker = json.loads((step / checkpoint.MARKER).read_text())
+    marker["meta.json"] = {"bytes": (step / "meta.json").stat().st_size, "sha256": checkpoint._sha256(step / "meta.json")}
+    (step / checkpoint.MARKER).write_text(json.dumps(marker))
+    lines = [{"step": s, "loss": loss + 1 / s, "tokens": 64 * s, "tokens_per_second": 1000.0} for s in (1, 2, 4)]
+    lines += [{"step": s, "val_bits_per_byte": loss + 1 / s} for s in (2, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for task, value in (scores or {}).items():
+        record = {
+            "results": {task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.1, "acc_8,none": value, "sample_len": 9}},
+            "chance": {task: 0.04}, "tasks": [task],
+            "conditions": {**SCORED, "limit": limit, "n-shot": {task: 0}, "versions": {task: 1}, "documents": {task: "abc"}},
+        }  # fmt: skip
+        (folder / f"eval-{task}-{step.name}.json").write_text(json.dumps(record))
+    return folder
+
+
+def compare(tmp_path, *runs, flags=()):
+    evaluation.main(["--compare", *map(str, runs), f"--out_dir={tmp_path / 'report'}", "--device=cpu", *flags])
+    return (tmp_path / "report" / "report.md").read_text()
+
+
+def test_report_of_three_seeds(tmp_path, capsys):
+    runs = []
+    for seed, noise in ((1, 0.0), (2, 0.1), (3, 0.19)):
+        runs.append(trained_run(tmp_path, f"a{seed}", "gdn attn", seed, 1.0 + noise, scores={"mqar": 0.9 - noise}))
+        runs.append(trained_run(tmp_path, f"b{seed}", "attn", seed, 1.5 + noise * 1.1, scores={"mqar": 0.89 - 2 * noise + 0.1}))
+    text = compare(tmp_path, *runs, flags=["--speed"])
+    assert "| seeds | 3 | 3 |" in text and "|  | `gdn attn` | `attn` |" in text
+    assert "| validation bits_per_byte | 1.347 ± 0.055 | 1.856 ± 0.06 |" in text
+    assert "mqar acc (chance 0.04) | 0.8033 ± 0.055 | 0.7967 ± 0.11 |" in text
+    assert "**validation bits_per_byte**: best is `gdn attn`\n  - `attn`: +0.5097 ± 0.0055, different (p = 0.000)" in text
+    assert "**mqar acc**: best is `gdn attn`\n  - `attn`: -0.006667 ± 0.055, within noise (p = 0.91)" in text
+    assert "## By length and depth" in text and "| mqar acc_8 |" in text and "sample_len" not in text and "acc_stderr" not in text
+    assert "| first token, ms |" in text and "| ms a token |" in text and "training tokens/s | 1,000 | 1,000" in text
+    assert (tmp_path / "report" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert text in capsys.readouterr().out
+
+
+def test_loss_by_position_is_measured_once_and_goes_beyond_the_block(tmp_path):
+    run = report.read_run(trained_run(tmp_path, "a", "gdn attn", 1, 1.0))
+    found = report.loss_by_position(run, "cpu", None)
+    assert [end for _, end, _ in found][:4] == [1, 2, 4, 8] and found[-1][1] > 64
+    lm = report.HybridLM(run.folder, device="cpu")
+    first = [d[0] for d in ("It", "na")]
+    nll = [-lm._loglikelihood_tokens([(("", ""), [256], [ord(c)])], disable_tqdm=True)[0][0] for c in first]
+    assert found[0][2] == pytest.approx(sum(nll) / 2 / math.log(2), abs=1e-3)  # the two longest documents of the held-out four
+    (run.folder.parent / f"positions-{run.folder.name}.json").write_text("[[0, 1, 9.0]]")
+    assert report.loss_by_position(run, "cpu", None) == [[0, 1, 9.0]]
+
+
+def test_scores_made_differently_are_refused(tmp_path):
+    first = trained_run(tmp_path, "a", "gdn", 1, 1.0, scores={"mqar": 0.5})
+    other = trained_run(tmp_path, "b", "attn", 1, 1.0, scores={"mqar": 0.6}, limit=10)
+    with pytest.raises(ConfigError) as error:
+        compare(tmp_path, first, other)
+    (problem,) = error.value.problems
+    assert problem.startswith("mqar: the scores of") and "(limit None and 10): score both in the same way" in problem
+
+
+def test_variants_are_told_apart_by_what_differs(tmp_path):
+    runs = [trained_run(tmp_path, f"r{i}", "gdn", 1, 1.0, learning_rate=rate, n_ffn=8) for i, rate in enumerate((1e-3, 2e-3))]
+    assert [v.name for v in report.variants_of([report.read_run(r) for r in runs])] == [
+        "learning_rate=0.001",
+        "learning_rate=0.002",
+    ]
+    matched = [trained_run(tmp_path, f"m{i}", layers, 1, 1.0, n_ffn=8 * i) for i, layers in enumerate(("gdn", "attn"), 1)]
+    assert [v.name for v in report.variants_of([report.read_run(r) for r in matched])] == ["gdn", "attn"]
+    twice = [trained_run(tmp_path, f"t{i}", "gdn", 5, 1.0) for i in range(2)]
+    with pytest.raises(ConfigError, match="seed 5 was given twice"):
+        report.variants_of([report.read_run(r) for r in twice])
+    with pytest.raises(ConfigError, match="needs at least two runs, got 1"):
+        evaluation.main(["--compare", str(twice[0])])
+
+
+def test_one_seed_has_no_noise(tmp_path):
+    text = compare(tmp_path, trained_run(tmp_path, "a", "gdn", 1, 1.0), trained_run(tmp_path, "b", "attn", 1, 1.2))
+    assert "fewer than two seeds in common: no noise to compare with" in text and "±" not in text.split("##")[0].split("error.")[1]
+
+
+def test_paired_tests():
+    test = report.paired({1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.1, 2: 2.2, 3: 3.3, 4: 9.0})
+    assert test.difference == pytest.approx(0.2) and test.error == pytest.approx(0.1 / math.sqrt(3))
+    assert test.p == pytest.approx(0.0742, abs=1e-4)  # t = 3.464, 2 degrees of freedom
+    assert report.paired({1: 1.0, 2: 1.0}, {1: 1.0, 2: 1.0}).p == 1.0
+
+
+# -- sweep -----------------------------------------------------------------------------------------------------------
+
+
+BASE = ["--patterns=gdn; attn", "--max_iters=4", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=16", "--device=cpu"]
+BASE += ["--vocab_size=4096"]
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """Runs that take no time: instead of train.py and eval.py something that leaves what they would leave."""
+    commands = []
+
+    class Fake:
+        def __init__(self, command, **_):
+            commands.append(command)
+            self.returncode = 0
+            flags = dict(flag[2:].split("=", 1) for flag in command if flag.startswith("--") and "=" in flag)
+            if "train.py" in command[1]:
+                folder = Path(flags.get("out_dir") or flags["resume"])
+                if any(word in str(folder) for word in self.failing):
+                    (folder / "log.txt").write_text("error: the loss is nan\n\n")
+                    self.returncode = 2
+                    return
+                rate, seed = float(flags.get("learning_rate", 1e-3)), int(flags.get("seed", 1))
+                made = trained_run(
+                    tmp_path / "made" / folder.name, "x", flags.get("layers", "gdn"), seed, abs(math.log10(rate) + 2.5)
+                )
+                for path in made.rglob("*"):
+                    target = folder / path.relative_to(made)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    if path.is_file():
+                        target.write_bytes(path.read_bytes())
+
+        failing = ()
+
+        def poll(self):
+            return self.returncode
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Fake)
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
+    monkeypatch.setattr(sweep.Job, "_step", lambda job: 4 if (job.folder / "last").is_file() else None)
+    return commands, Fake
+
+
+def test_a_pilot_finds_the_rate_and_the_report_gets_its_runs(processes, tmp_path, capsys):
+    commands, _ = processes
+    arguments = [*BASE, "--learning_rates=1e-3,3e-3,1e-2", "--seeds=7,8", f"--sweep_dir={tmp_path / 'sweep'}", "--jobs=3"]
+    sweep.main(arguments)
+    trained = [c for c in commands if "train.py" in c[1]]
+    assert len(trained) == 2 * 3 + 2 and len([c for c in commands if "--tasks=heldout_bpb" in c]) == 8
+    assert all("--max_iters=4" in c and "--device=cpu" in c and "--overwrite" in c for c in trained)
+    assert [c for c in trained if "--seed=8" in c] == [c for c in trained[6:] if "--learning_rate=0.003" in c]
+    names = [f"{layers}_lr0.003_seed{seed}" for layers in ("gdn", "attn") for seed in (7, 8)]
+    assert commands[-1][2:7] == ["--compare", *(str(tmp_path / "sweep" / name) for name in names)]
+    assert "| gdn | 0.7500 | 0.2729 | 0.7500 |" in capsys.readouterr().out
+    commands.clear()
+    sweep.main(arguments)  # all is finished: the report alone
+    assert len(commands) == 1 and "--compare" in commands[0]
+    sweep.main([*arguments, "--eval_flags=--limit=3"])  # scored in another way
+    assert len([c for c in commands if "--limit=3" in c]) == 8 and not [c for c in commands if "train.py" in c[1]]
+
+
+def test_a_failure_is_told_and_the_others_go_on(processes, tmp_path):
+    commands, fake = processes
+    fake.failing = ("attn",)
+    with pytest.raises(ConfigError) as error:
+        sweep.main([*BASE, "--seeds=1", "--tasks=none", f"--sweep_dir={tmp_path / 'sweep'}"])
+    (problem,) = error.value.problems
+    assert problem.endswith("attn_lr0.002_seed1: train ended with 2: error: the loss is nan")
+    assert len(commands) == 2
+
+
+def test_an_interrupted_run_is_resumed(processes, tmp_path, monkeypatch):
+    commands, _ = processes
+    monkeypatch.setattr(sweep.Job, "_step", lambda job: 2)
+    config = sweep.SweepConfig(patterns="gdn", max_iters=4, sweep_dir=str(tmp_path))
+    job = sweep.Job(config, [], "gdn", None, 0.002, 1)
+    assert job.train_command()[-1] == f"--resume={tmp_path / 'gdn_lr0.002_seed1'}"
+    monkeypatch.setattr(sweep.Job, "_step", lambda job: 4)
+    assert job.train_command() is None
+    three = sweep.SweepConfig(patterns="gdn", max_iters=5, torchrun=3, sweep_dir=str(tmp_path))
+    command = sweep.Job(three, ["--x=1"], "gdn", 64, 0.002, 1).train_command()
+    assert "--nproc_per_node=3" in command and command[-1].startswith("--resume")
+
+
+@pytest.mark.parametrize("match", ["parameters", "flops"])
+def test_sizes_are_matched(match):
+    config = sweep.SweepConfig(patterns="gdn; attn; linear", match=match, vocab_size=300, n_embd=64, n_head=2, block_size=64)
+    widths = sweep.matched_widths(config, sweep.listed(config.patterns))
+    sizes = []
+    for pattern, n_ffn in widths.items():
+        settings = {n: getattr(config, n) for n in sweep.ModelConfig.model_fields} | {"layers": pattern, "n_ffn": n_ffn}
+        with torch.device("meta"):
+            model = Model(sweep.ModelConfig(**settings))
+        sizes.append(model.n_params() if match == "parameters" else model.flops_per_token(64))
+    assert max(sizes) / min(sizes) < 1.02 and len(sizes) == 3
+    with pytest.raises(ConfigError, match="has no feed-forward layer"):
+        sweep.matched_widths(config, ["gdn", "attn(ffn=none)"])
+
+
+def test_folders_of_patterns():
+    names = [sweep.folder_name(p) for p in ("gdn*3 attn", "gdn(ffn=none)", "gdn(ffn none)", "swa(window=8) attn", "a/b")]
+    assert names[0] == "gdn*3-attn" and len(set(names)) == 5 and not any(c in name for name in names for c in " ()/")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--max_iters=3"], "patterns is required"),
+        (["--patterns=gdn; atn", "--vocab_size=99"], "patterns: 'atn': "),
+        (["--patterns=gdn", "--seeds=1,x"], "seeds='1,x': must be numbers separated by commas"),
+        (["--patterns=gdn", "--seeds=1,1"], "seeds='1,1': must be different numbers"),
+        (["--patterns=gdn", "--learning_rates="], "learning_rates='': must not be empty"),
+        (["--patterns=gdn", "--seed=3"], "seed is set by the sweep: use --seeds"),
+        (["--patterns=gdn", "--layers=attn"], "layers is set by the sweep: use --patterns"),
+        (["--patterns=gdn", "--pattern=attn"], "unknown setting 'pattern': did you mean 'patterns'?"),
+    ],
+)
+def test_sweep_errors(argv, line, monkeypatch):
+    monkeypatch.setattr(sweep, "run_all", lambda *_: pytest.fail("nothing should be trained"))
+    with pytest.raises(ConfigError) as error:
+        sweep.main(argv)
+    assert line in str(error.value)
+
+
+@pytest.mark.slow
+def test_sweep_from_beginning_to_end(root, tmp_path):
+    command = [sys.executable, "sweep.py", *BASE, "--seeds=1,2", "--batch_size=1", "--eval_iters=1", "--eval_interval=2"]
+    command += ["--warmup_iters=1", "--match=parameters", "--eval_flags=--limit=1", f"--sweep_dir={tmp_path / 'sweep'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for trained in (4, 0):  # the second time nothing is left to do
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(": train\n") == trained
+        assert "**heldout_bpb bits_per_byte**: best is" in done.stdout
+    assert (tmp_path / "sweep" / "report.png").is_file()
