@@ -3,39 +3,46 @@
     python bench.py forms      # one mixer of each family in its recurrent, parallel and chunkwise form, against the length
     python bench.py memory     # how the memory of training one layer grows with the length
     python bench.py cpu        # this model beside transformers' Qwen3-Next of the same size, on a CPU
+    python bench.py decode     # time, memory and cost of a token against the context, every recipe; the roofline picture
     python bench.py recipes    # the published architectures: parameters, FLOPs and state, as the README lists them
+    python bench.py kernels    # the operators beside their roofline bounds and beside other libraries
+    python bench.py first      # seconds of an operator's first call, when nothing has been compiled
+    python bench.py tune       # launch options of the Triton kernels, tried on this device
+    python bench.py train      # tokens per second of whole training steps, beside nanoGPT's model and fla's
 
 Times are medians of wall-clock seconds, devices synchronised. Peak memory is what is alive at the worst moment of a forward and a
 backward pass beyond the inputs: CUDA's own count on a GPU, elsewhere that of `PeakMemory`.
 """
 
-import json
-import os
 import statistics
 import sys
-import time
-import weakref
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import configurator
 import kernels
-from configurator import ConfigError, ModelConfig, Settings, TrainConfig, format_layers, parse_layers
+from benchmarks.decode import DecodeConfig, decode
+from benchmarks.measure import (
+    BenchConfig,
+    list_problems,
+    median_seconds,
+    peak_bytes,
+    print_table,
+    report,
+    split_list,
+    timed,
+    whole_number,
+)  # fmt: skip
+from benchmarks.operators import FirstConfig, OperatorsConfig, first, operators
+from benchmarks.training import TrainBenchConfig, training
+from benchmarks.tuning import TuneConfig, tune
+from configurator import ConfigError, ModelConfig, TrainConfig, format_layers, parse_layers
 from kernels import eager, reference
 from model import Model, format_bytes
-from train import resolve_device
-
-
-class BenchConfig(Settings):
-    """measuring"""
-
-    out_dir: str = Field("out/bench", min_length=1, description="folder of the results")
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of inputs and weights")
+from preflight import resolve_device
 
 
 class FormsConfig(BenchConfig):
@@ -52,8 +59,8 @@ class FormsConfig(BenchConfig):
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1, mps; none: the best there is")
 
     def conflicts(self):
-        yield from _list_problems(self, "lengths", _whole_number)
-        yield from _list_problems(self, "families", lambda name: name in FAMILIES, f"known are {', '.join(FAMILIES)}")
+        yield from list_problems(self, "lengths", whole_number)
+        yield from list_problems(self, "families", lambda name: name in FAMILIES, f"known are {', '.join(FAMILIES)}")
 
 
 class MemoryConfig(BenchConfig):
@@ -67,7 +74,7 @@ class MemoryConfig(BenchConfig):
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1, mps; none: the best there is")
 
     def conflicts(self):
-        yield from _list_problems(self, "lengths", _whole_number)
+        yield from list_problems(self, "lengths", whole_number)
 
 
 class CpuConfig(BenchConfig):
@@ -87,121 +94,6 @@ class CpuConfig(BenchConfig):
             step = 8 * self.n_head
             near = max(step, round(self.n_embd / step) * step)
             yield {"n_embd", "n_head"}, f"n_embd={self.n_embd} is not a multiple of 8 n_head = {step}: nearest is {near}"
-
-
-def _whole_number(text):
-    return text.isdecimal() and int(text) > 0
-
-
-def _list_problems(config, name, allowed, hint="whole numbers from 1 on"):
-    """A line for every item of a comma-separated setting that is not allowed."""
-    for item in split_list(getattr(config, name)) or [""]:
-        if not allowed(item):
-            yield {name}, f"{name}={getattr(config, name)}: {item!r} is not possible: {hint}"
-
-
-def split_list(text):
-    return [item.strip() for item in text.split(",") if item.strip()]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Measuring
-
-
-class PeakMemory(TorchDispatchMode):
-    """Within this context, count the bytes of every tensor storage that PyTorch's operators make, until it is freed.
-
-    `peak` is the largest sum at any moment, the backward pass included. It is exact and repeatable, unlike the resident set; it
-    does not see what an operator's own C++ code allocates and frees inside one call.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:  # not a view, not in place
-                self._count(x.untyped_storage())
-        return out
-
-    def _count(self, storage):
-        if storage in self.known:
-            return
-        self.known.add(storage)
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size):
-        self.live -= size
-
-
-def synchronize(device):
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
-
-
-def timed(call, device):
-    """Seconds of one call."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def median_seconds(call, device, repeats, budget=10.0):
-    """Median of up to `repeats` calls after one that warms up; fewer where they take more than `budget` seconds in all."""
-    first, times = timed(call, device), []
-    while len(times) < repeats and (not times or sum(times) + first < budget):
-        times.append(timed(call, device))
-    return statistics.median(times)
-
-
-def peak_bytes(call, device):
-    """Most bytes alive at once during the call, beyond those alive before it."""
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with PeakMemory() as memory:
-        call()
-    return memory.peak
-
-
-def surroundings(device):
-    """What a figure depends on besides the code."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads(), "load_before": load}
-
-
-def report(config, name, device, rows):
-    """Write the rows and what they depend on to out_dir/name.json; returns the file's content."""
-    content = {"settings": config.model_dump(), **surroundings(device), "rows": rows}
-    path = Path(config.out_dir) / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{', '.join(f'{k} {v}' for k, v in surroundings(device).items())}; written to {path}")
-    return content
-
-
-def print_table(head, rows):
-    """Columns aligned to the right, the first two to the left."""
-    table = [head, *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells).rstrip())
-    sys.stdout.flush()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -569,6 +461,11 @@ COMMANDS = {
     "memory": (memory, MemoryConfig),
     "cpu": (cpu, CpuConfig),
     "recipes": (recipes, RecipesConfig),
+    "decode": (decode, DecodeConfig),
+    "kernels": (operators, OperatorsConfig),
+    "first": (first, FirstConfig),
+    "tune": (tune, TuneConfig),
+    "train": (training, TrainBenchConfig),
 }
 
 

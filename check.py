@@ -1,4 +1,5 @@
 """The exam every mixer takes: `python check.py`, `python check.py gdn "swa(window=5)"`, `python check.py mine.py toy`.
+On a GPU `python check.py --device=cuda` examines the Triton operators instead (benchmarks/accuracy.py), some of them if named.
 
 Arguments are layer-pattern items; without any, all registered mixers and the variants below are examined. A *.py
 argument registers further mixers first; with no item beside it, these are examined. A mixer stands alone, small, all
@@ -376,8 +377,17 @@ def items_of(argv):
 def main(argv):
     if "-h" in argv or "--help" in argv:
         return print(__doc__, end="")
-    if flags := [argument for argument in argv if argument.startswith("-")]:
-        raise ConfigError([f"{flag}: there are no flags, only layer-pattern items and *.py files" for flag in flags])
+    flags = [argument for argument in argv if argument.startswith("-")]
+    if unknown := [flag for flag in flags if flag not in ("--device=cpu", "--device=cuda")]:
+        raise ConfigError([f"{flag}: the only flag is --device=cpu or --device=cuda" for flag in unknown])
+    argv = [argument for argument in argv if argument not in flags]
+    if "--device=cuda" in flags:
+        from benchmarks import accuracy
+
+        if failures := accuracy.main(argv):
+            print("\n" + "\n".join(failures))
+            sys.exit(1)
+        return None
     items, reports = items_of(argv), []
     width = max(map(len, items))
     torch.set_num_threads(1)  # matrices this small: a second thread on a busy core makes it all ten times slower

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 import bench
+from benchmarks import training, tuning
+from benchmarks.measure import PeakMemory
+from benchmarks.operators import compare
+from benchmarks.workloads import WORKLOADS, bound_ms
 from configurator import ConfigError, ModelConfig
 from model import Model, format_bytes
 
@@ -65,7 +69,7 @@ def test_memory_is_linear_for_recurrent_layers_and_quadratic_for_attention(tmp_p
 
 def test_peak_memory_counts_what_is_alive():
     x = torch.randn(1000, requires_grad=True)
-    with bench.PeakMemory() as memory:
+    with PeakMemory() as memory:
         y = x.exp().exp()  # two results, both kept for the backward pass
         assert memory.live == memory.peak == 8000
         y.view(10, 100).add_(1)  # a view and an in-place operation: nothing new
@@ -73,6 +77,133 @@ def test_peak_memory_counts_what_is_alive():
         z = y.detach().sum()
         del y, z
         assert memory.live == 0 and memory.peak == 8004
+
+
+def test_kernels(tmp_path, capsys):
+    rows = run(tmp_path, "kernels", "--operators=gdn,conv,loss", "--shapes=B1 T70 D16 H2 K8 V8 N20", "--device=cpu")
+    assert [(r["operator"], r["backend"]) for r in rows] == [("gdn", "eager"), ("conv", "eager"), ("loss", "eager")]
+    assert all(0 < r["forward_ms"] < r["ms"] for r in rows)
+    assert "of bound" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_workloads_run_and_cost_something(name):
+    workload = WORKLOADS[name]
+    s = workload.sizes("B1 T66 H2 G1 K8 V8 D16 N20")
+    inputs = workload.inputs(s, workload.kinds[-1])
+    out = workload.call(inputs, s)
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    assert any(x.grad is not None for x in inputs.values())
+    assert all(bound_ms(cost, "NVIDIA H200") > 0 for cost in workload.cost(s))
+    assert bound_ms(workload.cost(s)[0], "a device nobody knows") is None
+
+
+@pytest.mark.parametrize(
+    "name, shape, forward, both",  # milliseconds on an H200, from counts made by hand
+    [
+        ("gdn", "B8 T4096 H16", 0.126, 0.45),
+        ("linear", "B8 T4096 H16", 0.125, 0.34),
+        ("mamba2", "B8 T4096 H32", 0.067, 0.22),
+        ("attention", "B8 T4096 H16", 0.70, 2.4),
+        ("window", "B8 T4096 H16 w512", 0.17, 0.5),
+        ("conv", "B8 T4096 D2048", 0.062, 0.16),
+        ("loss", "N32768 D768 V50304", 3.2, 9.6),
+    ],
+)
+def test_bounds(name, shape, forward, both):
+    workload = WORKLOADS[name]
+    bounds = [bound_ms(cost, "NVIDIA H200") for cost in workload.cost(workload.sizes(shape))]
+    assert bounds[0] == pytest.approx(forward, rel=0.06) and sum(bounds) == pytest.approx(both, rel=0.2)
+
+
+def test_a_first_call(tmp_path):
+    (row,) = run(tmp_path, "first", "--operators=norm", "--device=cpu")
+    assert row["error"] is None and 0 < row["seconds"] < 60
+
+
+def test_ours_beside_peers():
+    rows = [
+        {"operator": "gdn", "shape": "T1", "provider": p, "forward_ms": x, "ms": 3 * x} for p, x in (("ours", 1.0), ("fla", 2.0))
+    ]
+    compare(rows := [*rows, {"operator": "gdn", "shape": "T1", "provider": "flash_qla", "error": "No module"}])
+    assert "ratio" not in rows[0] and rows[1]["forward_ratio"] == rows[1]["ratio"] == 2.0 and "ratio" not in rows[2]
+
+
+def test_tuning_finds_what_is_used_and_refuses_what_differs(monkeypatch):
+    pytest.importorskip("triton")
+    device, shape = torch.device("cpu"), "B1 T70 H1 G1 K16 V16"
+    assert {"prepare", "forward", "keep", "reverse", "inputs"} <= set(tuning.used("gdn", shape, device))
+    module, key = tuning.table_of("gdn", device)
+    present = module.LAUNCH[key]["reverse"]
+    wider = tuning.Candidate("gdn", "reverse", tuple((present | {"num_warps": 8}).items()))
+    assert tuning.differs(wider, shape, device) is None
+    assert tuning.differs(wider._replace(options=(("num_warps", 4),)), shape, device) == "KeyError: 'BV'"
+    monkeypatch.setattr(tuning, "SAME", -1.0)
+    assert tuning.differs(wider, shape, device).startswith("differs by")
+    assert module.LAUNCH[key]["reverse"] is present
+
+
+def test_tuning_prints_the_best_table():
+    changed = list(tuning.alternatives({"BV": 32, "num_warps": 4, "num_stages": 1}, most_warps=8))
+    assert {"BV": 16, "num_warps": 4, "num_stages": 1} in changed and {"BV": 32, "num_warps": 8, "num_stages": 1} in changed
+    assert len(changed) == 8
+    rows = [{"operator": "gdn", "kernel": "reverse", "options": {"num_warps": n}, "ratio": x} for n, x in ((2, 0.9), (8, 0.8))]
+    rows += [{"operator": "gdn", "kernel": "inputs", "options": {"num_warps": 8}, "ratio": 0.99}]
+    text = tuning.as_text("gdn", rows, torch.device("cpu"))
+    assert '"reverse": {"num_warps": 8},  # 0.800 of the time' in text and text.count("of the time") == 1
+
+
+NANOGPT = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 8
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(config.vocab_size, 8), torch.nn.Linear(8, config.vocab_size, bias=config.bias)
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.embed(tokens))
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+"""
+
+
+def test_train(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    flags = (
+        "--layers=gdn attn; gpt2",
+        "--block_size=16,32",
+        "--batch_tokens=64",
+        "--steps=1",
+        f"--nanogpt={tmp_path}",
+        "--device=cpu",
+    )
+    rows = run(tmp_path, "train", *flags)
+    assert [(r["model"], r["T"], r["batch_size"]) for r in rows] == [
+        (model, T, 64 // T) for T in (16, 32) for model in ("gdn attn", "gpt2", "nanogpt")
+    ]
+    assert all(r["ms"] > 0 and r["first_step_s"] > 0 and r["tokens_per_s"] == pytest.approx(64e3 / r["ms"]) for r in rows)
+    assert rows[0]["mfu"] is None and "mfu" not in rows[2]
+    assert (tmp_path / "train.png").stat().st_size > 0
+
+
+def test_a_model_that_fails_is_a_line_of_the_table(monkeypatch):
+    monkeypatch.setattr(training, "start", lambda *_: 1 / 0)
+    row = training.measure(("gdn", 16, 1, "tiny", "cpu", False, None, 1, 0))
+    assert row["error"] == "ZeroDivisionError: division by zero" and training._cells(row)[-1] == row["error"]
 
 
 def test_cpu_beside_transformers(tmp_path):
@@ -92,6 +223,11 @@ def test_cpu_beside_transformers(tmp_path):
         (["forms", "--lengths=256,x"], "'x' is not possible: whole numbers"),
         (["forms", "--families=gdm"], "known are attn, linear"),
         (["memory", "--layers=gdm"], "did you mean 'gdn'"),
+        (["kernels", "--operators=gdm"], "known are gdn"),
+        (["train", "--layers=gdm"], "did you mean 'gdn'"),
+        (["train", "--nanogpt=/nowhere"], "no model.py"),
+        (["tune", "--device=cpu"], "tune measures on a GPU"),
+        (["kernels", "--shapes=B8 T"], "'B8 T' is no size"),
         (["cpu", "--n_embd=50"], "nearest is 64"),
         (["cpu", "--repeat=3"], "did you mean 'repeats'"),
     ],

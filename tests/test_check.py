@@ -10,6 +10,7 @@ import torch.nn as nn
 import check
 import kernels
 import model
+from benchmarks import accuracy
 from configurator import ConfigError
 from model import Mixer, State, recur
 
@@ -230,7 +231,8 @@ def test_the_exam_leaves_the_generator_alone():
         (["gdn("], "missing"),
         (["mlp"], "the exam is of mixers alone"),
         (["nowhere.py"], "no such file"),
-        (["--small"], "there are no flags"),
+        (["--small"], "the only flag is --device"),
+        (["--device=cuda", "gdm"], "no CUDA device" if not torch.cuda.is_available() else "known are gdn"),
     ],
 )
 def test_bad_arguments(argv, says):
@@ -264,3 +266,56 @@ def test_command_line_with_a_file(root, tmp_path):
     assert "error: unknown mixer 'runing_mean' in layers: did you mean 'running_mean'?" in done.stderr
     with pytest.raises(ConfigError, match="nothing to examine"):
         check.main([str(empty)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The operators' exam: in the interpreter for one, on a GPU for all
+
+SMALL = {"gdn": "B2 H2 G1 K16 V16", "conv": "B1 D24 W4"}
+
+
+def examined(name, packed=True):
+    pytest.importorskip("triton")
+    return accuracy.examine(accuracy.Job(name, SMALL[name], packed=packed), "cpu", torch.float32, lengths=(65,), repeats=2)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_operator_passes(name):
+    result = examined(name)
+    assert result.failures == []
+    assert {"out", "final", "initial_state"} < set(result.errors)
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda out: out * 1.001, "out is off by 1.0e-03"),
+        (lambda out: torch.cat([out[:, :64], torch.empty_like(out[:, 64:])], 1), "out is off by inf"),  # not written
+        (lambda out: out + 1e-7 * torch.randn_like(out), "out is not the same bits in 2 runs"),
+    ],
+)
+def test_an_operator_that_is_wrong_fails(monkeypatch, spoil, says):
+    pytest.importorskip("triton")
+    from kernels import triton_recurrence
+
+    rule = triton_recurrence.delta_rule
+
+    def wrong(*args, **kwargs):
+        out, state = rule(*args, **kwargs)
+        return spoil(out), state
+
+    monkeypatch.setattr(triton_recurrence, "delta_rule", wrong)
+    assert any(says in line for line in examined("gdn", packed=False).failures)
+
+
+def test_jobs_cover_every_operator_and_hard_input():
+    jobs = accuracy.jobs_of(list(accuracy.SHAPES))
+    assert {job.name for job in jobs} == set(accuracy.WORKLOADS) - {"packed"}  # which is attention, as it is examined anyway
+    assert {job.kind for job in jobs if job.name == "gdn"} == {"random", "correlated", "zero", "extreme"}
+    assert accuracy.table({jobs[0]: accuracy.Result({"out": (0.5, 3e-3, 65), "q": (0.2, 2e-3, 1)}, [])})[0][-1] == "ok"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", accuracy.SHAPES)
+def test_operators_on_a_gpu(name):
+    assert accuracy.main([name]) == []
