@@ -29,6 +29,9 @@ Positive = Annotated[int, Field(ge=1)]
 # States: what a sequence leaves behind for its next token
 
 
+CACHES = ("k", "v", "index_k")  # tensors of a state whose second dimension is slots, filled from the first on
+
+
 class State:
     """What one mixer keeps of a batch of sequences: preallocated tensors, batch first, updated in place.
 
@@ -68,11 +71,26 @@ class State:
         new.longest = self.longest
         return new
 
+    def rows(self, n):
+        """The first n sequences as a state of their own on the same memory; its `longest` is its own."""
+        view = State(0)
+        view.tensors = {name: x[:n] for name, x in self.tensors.items()}
+        view.longest = self.longest
+        return view
+
     def copy_(self, other):
-        """Take over the contents of `other` at this state's addresses (those a CUDA graph captured)."""
+        """Take over the contents of `other` at this state's addresses (those a CUDA graph captured); caches may differ in size."""
         for name, x in self.tensors.items():
-            x.copy_(other.tensors[name])
+            mine, theirs = (t[:, : other.longest] if name in CACHES else t for t in (x, other.tensors[name]))
+            mine.copy_(theirs)
         self.longest = other.longest
+        return self
+
+    def clear_(self):
+        """Empty, as `init_state` made it."""
+        for x in self.tensors.values():
+            x.zero_()
+        self.longest = 0
         return self
 
 
@@ -97,30 +115,55 @@ class ModelState:
     def fork(self, n):
         return ModelState([s.fork(n) for s in self.layers])
 
+    def rows(self, n):
+        """The first n sequences of every layer, as `State.rows`."""
+        return ModelState([s.rows(n) for s in self.layers])
+
     def copy_(self, other):
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.copy_(theirs)
         return self
 
-    def save(self, path, metadata=None):
-        """Write all tensors to one safetensors file; `metadata` is a dict of strings."""
-        tensors = {f"{i}.{name}": x.contiguous() for i, s in enumerate(self.layers) for name, x in s.tensors.items()}
-        save_file(tensors, path, {**(metadata or {}), "longest": json.dumps([s.longest for s in self.layers])})
+    def clear_(self):
+        for s in self.layers:
+            s.clear_()
+        return self
+
+    def spread_(self, first, n):
+        """Fork in place: each row of `first`, which is `rows(...)` of this state, becomes n neighbouring rows."""
+        for mine, theirs in zip(self.layers, first.layers, strict=True):
+            for name, x in theirs.tensors.items():
+                for row in reversed(range(len(x) if n > 1 else 0)):  # the last first: nothing is overwritten before it is copied
+                    mine.tensors[name][row * n : (row + 1) * n] = x[row].clone()
+            mine.longest = theirs.longest
+        return self
+
+    def save(self, path, metadata=None, **extra):
+        """Write the tensors (of caches the filled slots) and `extra` ones to a safetensors file; `metadata`: a dict of strings."""
+        tensors = {
+            f"{i}.{name}": (x[:, : s.longest] if name in CACHES else x).to("cpu", copy=True).contiguous()
+            for i, s in enumerate(self.layers)
+            for name, x in s.tensors.items()
+        }
+        save_file(tensors | extra, path, {**(metadata or {}), "longest": json.dumps([s.longest for s in self.layers])})
 
     def load(self, path):
-        """Read a saved state of the same shapes into these tensors; ValueError names the first tensor that differs."""
+        """Read a saved state into these tensors; caches may have more slots than were filled. ValueError names what differs."""
         with safe_open(path, "pt") as file:
             longest, names = json.loads(file.metadata()["longest"]), set(file.keys())
-            for i, s in enumerate(self.layers):
-                for name, x in s.tensors.items():
-                    key = f"{i}.{name}"
-                    saved = tuple(file.get_slice(key).get_shape()) if key in names else None
-                    if saved != tuple(x.shape):
-                        raise ValueError(f"state {path}: tensor {key} has shape {saved}, this model's is {tuple(x.shape)}")
-            for i, s in enumerate(self.layers):
-                for name, x in s.tensors.items():
-                    x.copy_(file.get_tensor(f"{i}.{name}"))
-                s.longest = longest[i]
+            places = {f"{i}.{name}": (name, x) for i, s in enumerate(self.layers) for name, x in s.tensors.items()}
+            for key, (name, x) in places.items():
+                saved = tuple(file.get_slice(key).get_shape()) if key in names else None
+                mine, there = (list(shape or ()) for shape in (x.shape, saved))
+                if name in CACHES and saved and there[1] <= mine[1]:
+                    there[1] = mine[1]
+                if mine != there:
+                    raise ValueError(f"state {path}: tensor {key} has shape {saved}, this model's is {tuple(x.shape)}")
+            for key, (name, x) in places.items():
+                saved = file.get_tensor(key)
+                (x[:, : saved.shape[1]] if name in CACHES else x).copy_(saved)
+            for s, n in zip(self.layers, longest, strict=True):
+                s.longest = n
         return self
 
 
@@ -362,6 +405,12 @@ class Attention(Mixer):
         y = kernels.softmax_attention(q, k, v, past=past, segment_ids=segment_ids, **options)
         self.append(state, segment_ids, k=k, v=v)
         return y
+
+    def backend(self, device_type):
+        """As of any mixer; for plain causal attention it depends on whether a row holds packed documents, so both are named."""
+        masks = {"window": self.window, "sinks": getattr(self, "sinks", None)}
+        calls = [(op, masks | {"segment_ids": ids}) for op in self.operators for ids in (None, "packed")]
+        return "+".join(sorted({kernels.backend_of(op, device_type, **options) for op, options in calls}))
 
     def init_state(self, batch, max_len, device=None, dtype=None):
         slots = max_len if self.window is None else min(max_len, self.keep_first + self.window)
@@ -724,12 +773,14 @@ class DeltaRule(Mixer):
         n, ids = self.steps, segment_ids
         qkv, z = self.in_proj(x).split([sum(self.split), self.in_proj.out_features - sum(self.split)], dim=-1)
         if self.conv_weight is not None:
-            conv = None if state is None else state.conv
-            qkv = recur("causal_conv1d", qkv, self.conv_weight, activation="silu", state=conv, segment_ids=ids)
+            conv, heads = None if state is None else state.conv, ((1 + n) * self.Hk, self.K)  # those of q and k
+            options = {"activation": "silu", "l2_heads": heads, "state": conv, "segment_ids": ids}
+            q, k, v = recur("causal_conv1d", qkv, self.conv_weight, **options).split(self.split, dim=-1)
         else:
-            qkv = F.silu(qkv)
-        q, k, v = qkv.split(self.split, dim=-1)
-        q, k = (kernels.l2_norm(u.reshape(B, -1, self.Hk, self.K)) for u in (q, k))  # k (B, n T, Hk, K)
+            q, k, v = F.silu(qkv).split(self.split, dim=-1)
+        q, k = (u.reshape(B, -1, self.Hk, self.K) for u in (q, k))  # k (B, n T, Hk, K)
+        if self.conv_weight is None:
+            q, k = kernels.l2_norm(q), kernels.l2_norm(k)
         b, a = wide(self.ba_proj(x)).split([n * self.H, self.ba_proj.out_features - n * self.H], dim=-1)
         beta, g = self.beta_max * b.reshape(B, -1, self.H).sigmoid(), self.log_decay(x, a)
         if n > 1:  # n writes a token: the first decays, the last is followed by the read
@@ -992,7 +1043,8 @@ class Block(nn.Module):
 class Output(NamedTuple):
     logits: torch.Tensor | None  # (B, T, vocab), or (B, 1, vocab) with last_only; None where labels were given
     nll: torch.Tensor | None  # (B, T) fp32, 0 where the label is -1; None where no labels were given
-    aux: dict  # losses and health figures of the layers
+    aux: dict  # losses of the layers, sums over tokens under names that begin with "loss"; and figures
+    loss: torch.Tensor | None = None  # with `total`: the sum of nll, which then has no gradient of its own, and of those losses
 
 
 class Model(nn.Module):
@@ -1026,9 +1078,10 @@ class Model(nn.Module):
             if isinstance(module, Mixer):
                 module.reset_parameters()
 
-    def forward(self, tokens, labels=None, *, segment_ids=None, positions=None, state=None, aux=None, last_only=False):
+    def forward(self, tokens, labels=None, *, segment_ids=None, positions=None, state=None, aux=None, last_only=False, total=False):
         """tokens `(B, T)` int64 -> `Output`. Labels `(B, T)` int64 (-1: none) give the NLL per token instead of logits.
 
+        total: their sum as the loss to differentiate, whose gradient can be computed together with it.
         state: a `ModelState` from `init_state`, updated in place (no gradients). last_only: logits of each row's last real token.
         """
         aux = {} if aux is None else aux
@@ -1051,6 +1104,10 @@ class Model(nn.Module):
             )
         x = self.norm(x)
         weight = self.embedding.weight if self.head is None else self.head.weight
+        if labels is not None and total:
+            loss, nll = kernels.linear_cross_entropy_sum(x.flatten(0, 1), weight, labels.flatten())
+            loss = loss + sum(value for name, value in aux.items() if name.startswith("loss"))
+            return Output(None, nll.view(labels.shape), aux, loss)
         if labels is not None:
             nll = kernels.linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten())
             return Output(None, nll.view(labels.shape), aux)
@@ -1066,6 +1123,18 @@ class Model(nn.Module):
             State(batch, device) if b.mixer is None else b.mixer.init_state(batch, max_len, device, dtype) for b in self.blocks
         ]
         return ModelState(empty)
+
+    def generate(self, tokens, max_new_tokens, **options):
+        """Continue each row of tokens `(B, T)`: returns `(B n, T + max_new_tokens)` or less, -1 after a row's `stop_tokens`.
+
+        The options are those of `sample.Generator`: temperature, top_k, top_p, min_p, repetition_penalty, seed, stop_tokens, ...
+        """
+        from sample import Generator  # which imports this module
+
+        prompts = torch.as_tensor(tokens)
+        drawn = list(Generator(self, prompts.tolist(), max_new_tokens=max_new_tokens, **options))
+        rows = prompts.cpu().repeat_interleave(options.get("n", 1), 0)
+        return torch.cat([rows, *(new[:, None] for new in drawn)], 1).to(prompts.device)
 
     def state_bytes(self, batch, T, dtype=torch.bfloat16):
         return sum(b.mixer.state_bytes(batch, T, dtype) for b in self.blocks if b.mixer is not None)

@@ -17,7 +17,7 @@ def cases(architecture):
     types, sizes = {"DOT": tl.bfloat16, "PREC": "tf32"}, {"T": "i32", "H": "i32", "N": "i32"}
     whole, part = tile(64, K), tile(64, 64)
     tokens = {"R": 1, "K": K, "BK": 64, "NK": K // 64, "WIDE": tl.bfloat16, **types}
-    scaled, decays, square = ("qe", "ke", "kr"), ("ah", "al"), ("A", "P")
+    scaled, square = ("qe", "ke", "kr"), ("A", "P")
 
     given, sums = {"scale": "fp32", "s_q": "i32:16", "s_k": "i32:16", "s_g": "i32:16", **sizes}, {"documents": "*i32", "E": "*fp32"}
     scale = dict.fromkeys(("q", "k", *scaled), "*bf16") | {"g": "*fp32"} | sums | given
@@ -28,7 +28,7 @@ def cases(architecture):
             kernel, signature = module.prepare_kernel, scale | dict.fromkeys(square, "*bf16") | {"beta": "*fp32"}
             constants |= {"MERGE": module.MERGE}
         else:
-            kernel, signature = module.rescale_kernel, scale | dict.fromkeys(decays, "*bf16")
+            kernel, signature = module.rescale_kernel, scale | {"G": "*fp32"}
         options = {n: x for n, x in table[name].items() if n != "BK"}
         yield f"{name}{' packed' if packed else ''}", kernel, signature, constants, options, 320
 
@@ -44,14 +44,15 @@ def cases(architecture):
             signature = shared | {"v": columns, "o": "*bf16", "h": state, "vn": columns, "h0": "*fp32", "hT": "*fp32"}
             yield name, module.forward_kernel, signature, constants | {"HAS_H0": False, "STATES": name == "keep"}, table[name], 64
 
-    for name in ("scores", "inputs"):
-        BV = table[name]["BV"]
-        shared = dict.fromkeys(("do", "vn", "dv"), tile(64, BV)) | dict.fromkeys(("dP", "dL"), part) | sizes
-        shared |= {"documents": "*i32", "scale": "fp32"}
-        constants = {"NV": V // BV, "HAS_DOCUMENTS": True, **types}
-        if name == "scores":
-            yield name, module.scores_kernel, shared | {"beta": "*fp32", "dbeta": "*fp32"}, constants, table[name], 320
-        else:
-            signature = shared | dict.fromkeys(("q", "k", *decays, "dq", "dk"), part) | dict.fromkeys(("h", "dh"), tile(64, BV))
-            signature |= {"dg": tile(64, 64, "fp32"), "E": "*fp32"}
-            yield name, module.inputs_kernel, signature, tokens | constants, table[name], 400  # 388: see the file
+    BV = table["scores"]["BV"]
+    signature = dict.fromkeys(("do", "vn", "dv", "dP", "dL"), "*bf16") | sizes | {"s_do": "i32:16"}
+    signature |= {"documents": "*i32", "scale": "fp32", "beta": "*fp32", "dbeta": "*fp32"}
+    constants = {"V": V, "NV": V // BV, "HAS_DOCUMENTS": True, **types}
+    yield "scores", module.scores_kernel, signature, constants, table["scores"], 320
+
+    names = ("q", "k", "do", "vn", "dv", "h", "dh", "dP", "dL", "dq", "dk")
+    signature = dict.fromkeys(names, "*bf16") | {"G": "*fp32", "dg": "*fp32", "s_do": "i32:16"} | sums | given
+    for packed in (False, True):
+        constants = tokens | {"V": V, "NV": V // table["inputs"]["BV"], "HAS_DOCUMENTS": packed}
+        case = module.inputs_kernel, signature, constants, table["inputs"]
+        yield f"inputs{' packed' if packed else ''}", *case, 720  # on sm_90 336 and 432 with Triton 3.6, 632 and 708 with 3.9

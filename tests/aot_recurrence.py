@@ -44,5 +44,5 @@ def cases(architecture):
                 flags = [n.lower() for n in ("OUT", "STATES", "EYE", "HAS_STARTS", "HAS_DHT") if case[2].get(n)]
                 rule = "delta" if delta else "linear"
                 name = " ".join((kernel.removesuffix("_kernel"), str(dtype).removeprefix("torch."), rule, gate, *flags))
-                # With Triton 3.6, by which they are timed, 24 B and 380 B at most; with 3.9 as many as 100 B and 470 B.
-                yield name, *case, 128 if kernel in SCANS else 480
+                # With Triton 3.6, by which they are timed, 24 B and 380 B at most; with 3.9 as many as 140 B and 470 B.
+                yield name, *case, 160 if kernel in SCANS else 480
