@@ -1,10 +1,12 @@
 """`bench.py kernels`: each operator beside its roofline bound and beside the same operator of every library that is installed.
 
 Everything is compiled first, in processes side by side, each of which runs one operator or peer once: what Triton compiles stays in
-its cache on disk. Then one process measures, alone on the device. Peers that tune themselves do so in both; only the second counts.
+its cache on disk. Then one process measures, alone on the device, ours first; a peer that is not ready after `peer_seconds` (those
+that tune themselves take minutes) is a line that says so. Every row is printed when it is known.
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import subprocess
@@ -12,7 +14,6 @@ import sys
 import tempfile
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from configurator import TrainConfig
 from model import format_bytes
 from preflight import resolve_device
 
+OURS = ("ours", "triton")
 SHORT = {"B": 2, "T": 128, "H": 2, "G": 1, "K": 16, "V": 16, "D": 16, "J": 2, "I": 8, "k": 16, "w": 32, "doc": 40, "N": 64}
 
 
@@ -47,6 +49,7 @@ class OperatorsConfig(BenchConfig):
     dtype: str = Field(
         "bfloat16", pattern="^(bfloat16|float16|float32)$", description="type of inputs other than gates; float32 on a CPU"
     )
+    peer_seconds: float = Field(300.0, gt=0, description="how long all peers together may compile")
     processes: int = Field(16, ge=1, description="processes that compile, at most one per core")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is")
 
@@ -155,11 +158,32 @@ def warm(job):
         torch.cuda.empty_cache()
 
 
-def warm_all(jobs, processes):
-    """What each job said in `warm`, run in processes side by side."""
-    count = max(1, min(processes, os.cpu_count(), len(jobs)))
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), max_tasks_per_child=None) as pool:
-        return dict(zip(jobs, pool.map(warm, jobs), strict=True))
+def _say(pipe, job):
+    pipe.send(warm(job))
+
+
+def warm_all(jobs, processes, seconds=math.inf):
+    """What each job said in `warm`, run in processes side by side; those still at it after `seconds` are ended."""
+    context, end = multiprocessing.get_context("spawn"), time.perf_counter() + seconds
+    waiting, running, said = list(jobs), {}, {}
+    while (waiting or running) and time.perf_counter() < end:
+        while waiting and len(running) < min(processes, os.cpu_count()):
+            job, (mine, theirs) = waiting.pop(0), context.Pipe(duplex=False)
+            running[job] = (context.Process(target=_say, args=(theirs, job), daemon=True), mine)
+            running[job][0].start()
+        for job, (process, pipe) in list(running.items()):
+            if pipe.poll():
+                said[job] = pipe.recv()
+            elif process.is_alive():
+                continue
+            else:
+                said[job] = f"its process ended with {process.exitcode}"
+            process.join()
+            del running[job]
+        time.sleep(0.05)
+    for process, _ in running.values():
+        process.kill()
+    return said | dict.fromkeys([*waiting, *running], f"not compiled within {seconds:.0f} s")
 
 
 def measure(job, with_memory):
@@ -195,18 +219,21 @@ def operators(config):
         for provider in providers(config, name, device)
     ]
     os.environ.setdefault("FLA_FLASH_QLA", "0")
-    failed, start = {}, time.perf_counter()
-    if device.type == "cuda":
-        by_provider = sorted(jobs, key=lambda job: job[2] == "ours")  # what tunes itself takes longest: first
-        failed = {job: error for job, error in warm_all(by_provider, config.processes).items() if error}
-        print(f"compiled in {time.perf_counter() - start:.0f} s, {len(jobs) - len(failed)} of {len(jobs)} run", flush=True)
     rows = []
-    for job in jobs:
-        name, shape, provider, *_ = job
-        row = {"operator": name, "shape": shape, "provider": provider, "error": failed.get(job)}
-        rows.append(row if job in failed else measure(job, config.memory))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    for part in ([job for job in jobs if job[2] in OURS], [job for job in jobs if job[2] not in OURS]):
+        failed, start = {}, time.perf_counter()
+        if device.type == "cuda" and part:
+            limit = math.inf if part[0][2] in OURS else config.peer_seconds
+            failed = {job: error for job, error in warm_all(part, config.processes, limit).items() if error}
+            print(f"compiled in {time.perf_counter() - start:.0f} s, {len(part) - len(failed)} of {len(part)} run", flush=True)
+        for job in part:
+            row = dict(zip(("operator", "shape", "provider"), job, strict=False)) | {"error": failed.get(job)}
+            rows.append(row if job in failed else measure(job, config.memory))
+            compare(rows)
+            print("  ".join(_cells(rows[-1], config.memory)), flush=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    rows.sort(key=lambda row: jobs.index(next(job for job in jobs if job[:3] == (row["operator"], row["shape"], row["provider"]))))
     compare(rows)
     print_table(
         [

@@ -9,7 +9,7 @@ import torch
 import bench
 from benchmarks import training, tuning
 from benchmarks.measure import PeakMemory
-from benchmarks.operators import compare
+from benchmarks.operators import compare, warm_all
 from benchmarks.workloads import WORKLOADS, bound_ms
 from configurator import ConfigError, ModelConfig
 from model import Model, format_bytes
@@ -260,3 +260,10 @@ def test_figures_in_the_document_are_those_of_the_model(root):
         short, long = (format_bytes(mixer.state_bytes(1, T)).replace(".0 K", " K") for T in (1024, 32768))
         assert row[0].split(", ")[0] == short and row[1] in (long, "the same" if long == short else long), (item, row, short, long)
         assert row[2:] == [f"{mixer.flops(T) / 1e6:.2f}" for T in (1024, 32768)], (item, row)
+
+
+def test_what_is_not_ready_in_time_is_ended():
+    job, missing = (("norm", "N64 D16", provider, "float32", "cpu", 0) for provider in ("ours", "fla"))
+    said = warm_all([job, missing], 2)
+    assert said[job] is None and isinstance(said[missing], str)
+    assert warm_all([job], 2, seconds=0.0) == {job: "not compiled within 0 s"}
