@@ -2,7 +2,8 @@
 
 Everything is compiled first, in processes side by side, each of which runs one operator or peer once: what Triton compiles stays in
 its cache on disk. Then one process measures, alone on the device, ours first; a peer that is not ready after `peer_seconds` (those
-that tune themselves take minutes) is a line that says so. Every row is printed when it is known.
+that tune themselves take minutes) is a line that says so. What a peer chose beside the other processes is kept: choosing again
+alone would take the minutes once more. Every row is printed when it is known.
 """
 
 import contextlib
@@ -219,6 +220,7 @@ def operators(config):
         for provider in providers(config, name, device)
     ]
     os.environ.setdefault("FLA_FLASH_QLA", "0")
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     rows = []
     for part in ([job for job in jobs if job[2] in OURS], [job for job in jobs if job[2] not in OURS]):
         failed, start = {}, time.perf_counter()

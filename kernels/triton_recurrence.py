@@ -449,8 +449,8 @@ def _plan(B, T, H, Hk, K, V, delta, architecture, dtype, size):
 
 
 def plan(q, v, delta):
-    B, T, H, V = v.shape
-    return _plan(B, T, H, q.shape[2], q.shape[3], V, delta, architecture(q), q.dtype, q.element_size())
+    B, T, H, V, Hk, K = map(int, (*v.shape, *q.shape[2:]))  # a compiler's symbols become numbers: slices depend on them
+    return _plan(B, T, H, Hk, K, V, delta, architecture(q), q.dtype, q.element_size())
 
 
 def _by_token(x):

@@ -133,7 +133,7 @@ def test_the_custom_operators_are_sound():
     q, k, v = (x.requires_grad_() for x in inputs(1, 66, 1, 2, 16, 16))
     bounds = triton_attention._bounds(documents(1, 66), (1, 66), q.device, 2)
     arguments = (q, k, v, torch.zeros(2, requires_grad=True), bounds, None, None, None, 9, 0.25)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_attention._forward, arguments, test_utils=tests)
 
     def loss(q, k, v, ids):

@@ -109,7 +109,7 @@ def test_the_custom_operators_are_sound():
     inputs = delta_inputs(1, 66, 1, 2, 16, 16, "mild", channel=True)
     leaves = [x.requires_grad_() for x in inputs.values()]
     state = torch.randn(1, 2, 16, 16, device=DEVICE, requires_grad=True)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_channel_delta._forward, (*leaves, state, None, 0.25, True), test_utils=tests)
 
 

@@ -106,7 +106,7 @@ def test_outputs_are_written_everywhere(monkeypatch):
 def test_the_custom_operators_are_sound():
     x, weight, bias, state = (x.to(DEVICE).requires_grad_() for x in conv_inputs(1, 9, 16, 4).values())
     arguments = (x, weight, bias, state, documents(1, 9), True, 1, 16, 1e-6)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_conv._forward, arguments, test_utils=tests)
     dy = torch.randn(1, 9, 16, device=DEVICE)
     torch.library.opcheck(triton_conv._backward, (*(x.detach() for x in arguments[:5]), dy, *arguments[5:]), test_utils=tests)

@@ -94,7 +94,7 @@ def test_outputs_are_written_everywhere(monkeypatch, short_chunks):
 def test_the_custom_operators_are_sound():
     x, weight, labels = loss_inputs(9, 16, 50)
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for op in (triton_loss._forward, triton_loss._forward_sum):
         torch.library.opcheck(op, (x, weight, labels, True), test_utils=tests)
     nll, dx, dw = (u.detach() for u in triton_loss._forward(x, weight, labels, True))

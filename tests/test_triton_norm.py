@@ -98,7 +98,7 @@ def test_the_custom_operators_are_sound():
     x, z = (torch.randn(2, 5, 2, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     weight = torch.randn(2, 16, device=DEVICE, requires_grad=True)
     arguments = (x, z, weight, None, 1e-6, 0.0, True, False, triton_norm.GATE_LAST, True)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_norm._forward, arguments, test_utils=tests)
     inputs = [None if u is None else u.detach() for u in arguments[:4]]
     torch.library.opcheck(triton_norm._backward, (*inputs, torch.randn_like(x), *arguments[4:]), test_utils=tests)
