@@ -200,13 +200,13 @@ def _write(run, step, files, meta, tokenizer, keep_last, best):
         (beside / MARKER).write_text(json.dumps(written, indent=1))
         for path in (*beside.iterdir(), beside):
             _sync(path)
+        if best:  # before it is there: after a kill in between, the run makes the same best once more
+            _point(run / "best", folder.name)
         if folder.exists():  # incomplete, of a killed process, or saved once more because it turned out to be the best
             os.rename(folder, run / f".{folder.name}.old")
         os.rename(beside, folder)
         _sync(run)
         _point(run / "last", folder.name)
-        if best:
-            _point(run / "best", folder.name)
         _sweep(run)
     except OSError:
         _sweep(run)
@@ -279,6 +279,8 @@ def read_meta(folder):
         written = json.loads((folder / MARKER).read_text())
     except ValueError as e:
         raise ConfigError(f"checkpoint {folder} is damaged: its {MARKER} marker cannot be read ({e})") from e
+    if not isinstance(written, dict):
+        raise ConfigError(f"checkpoint {folder} is damaged: its {MARKER} marker names no files")
     for name, want in written.items():
         path = folder / name
         if not path.is_file():

@@ -389,10 +389,10 @@ class Attention(Mixer):
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm is True else (q, k)
         if self.rope_dim:
             q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
-        y = self.attend(x, q, k, v, positions, segment_ids, state).reshape(B, T, -1)
+        y = self.attend(x, q, k, v, positions, segment_ids, state, aux).reshape(B, T, -1)
         return self.out_proj(y * gate[0].sigmoid() if gate else y)
 
-    def attend(self, x, q, k, v, positions, segment_ids, state):
+    def attend(self, x, q, k, v, positions, segment_ids, state, aux):
         options = {"window": self.window, "keep_first": self.keep_first, "sinks": self.sinks}
         if state is None:
             dropout_p = self.dropout if self.training else 0.0
@@ -439,10 +439,15 @@ class Attention(Mixer):
         kept = (run == run[:, -1:]) & valid
         end = torch.where(kept, position + 1, 0).amax(1, keepdim=True)  # later tokens replace those a ring's length before them
         kept &= (position >= end - (size - self.keep_first)) | (position < self.keep_first)
-        rows, columns = torch.nonzero(kept, as_tuple=True)
-        slots = kernels.cache_slots(position, size, self.keep_first)[rows, columns]
+        # Nothing here waits for the device, and no shape depends on what is kept, so that a CUDA graph can hold it: other tokens
+        # write once more what the row's last one writes, and a row without tokens what its first slot has.
+        rows, any_token = torch.arange(B, device=run.device)[:, None], valid.any(1, keepdim=True)
+        source = torch.where(kept, torch.arange(T, device=run.device), valid.sum(1, keepdim=True) - 1).clamp(min=0)
+        slots = kernels.cache_slots(position, size, self.keep_first).gather(1, source) * any_token
         for name, x in new.items():
-            state.tensors[name][rows, slots] = x[rows, columns].to(state.tensors[name].dtype)
+            cache = state.tensors[name]
+            written = any_token.view(B, *[1] * (x.ndim - 1))
+            cache[rows, slots] = torch.where(written, x[rows, source].to(cache.dtype), cache[:, :1])
 
     def flops(self, T):
         """4 D per head and pair for scores and values, over the pairs that are seen."""
@@ -457,11 +462,15 @@ class SparseAttention(Attention):
         I_ts = sum_j w_tj relu(q^I_tj k^I_s / sqrt(index_dim));  q^I = x W_q, k^I = layernorm(x W_k), w = x W_w / sqrt(index_heads)
 
     Each query reads its `local` nearest keys and the highest-scored others, `top_k` in all, one set for all heads. `mode=dense`
-    reads all keys: for the training that comes before the indexer is of use. The indexer's input is detached, so that the
-    language-model loss does not reach it. Half of its channels are rotated unless `rope=none`.
+    reads all keys: for the training that comes before the indexer is of use. Half of its channels are rotated unless `rope=none`.
+
+    Where `learns` is set, training adds to `aux["indexer_kl"]` the sum over tokens of KL(attention || softmax(I)) over what each
+    query reads. The indexer's input is detached and attention a constant there: that loss reaches the indexer alone, and the
+    language model's all but the indexer.
     """
 
     operators = ("sparse_attention",)
+    learns = False  # train.py's setting `indexer`
 
     def __init__(
         self,
@@ -496,11 +505,21 @@ class SparseAttention(Attention):
             q, k = (rotary(u, positions, self.theta, self.index_rope_dim) for u in (q, k))
         return q, k[:, :, 0], wide(self.index_w_proj(x)) * self.J**-0.5
 
-    def attend(self, x, q, k, v, positions, segment_ids, state):
-        if self.mode == "dense" and state is None:
+    def indexer_parameters(self):
+        return [p for name, p in self.named_parameters() if name.startswith("index_")]
+
+    def attend(self, x, q, k, v, positions, segment_ids, state, aux):
+        learns = self.learns and self.training and state is None
+        if self.mode == "dense" and state is None and not learns:
             return kernels.softmax_attention(q, k, v, segment_ids=segment_ids)
         index, options = self.index(x, positions), {"top_k": self.top_k, "local": self.local}
+        if learns:
+            read = {"top_k": None} if self.mode == "dense" else options
+            kl = kernels.indexer_kl(q.detach(), k.detach(), *index, segment_ids=segment_ids, **read)
+            aux["indexer_kl"] = aux.get("indexer_kl", 0.0) + kl.sum()
         if self.mode == "dense":
+            if state is None:
+                return kernels.softmax_attention(q, k, v, segment_ids=segment_ids)
             options["top_k"] = state.k.shape[1] + x.shape[1]
         if state is None:
             return kernels.sparse_attention(q, k, v, *index, segment_ids=segment_ids, **options)
@@ -1043,7 +1062,7 @@ class Block(nn.Module):
 class Output(NamedTuple):
     logits: torch.Tensor | None  # (B, T, vocab), or (B, 1, vocab) with last_only; None where labels were given
     nll: torch.Tensor | None  # (B, T) fp32, 0 where the label is -1; None where no labels were given
-    aux: dict  # losses of the layers, sums over tokens under names that begin with "loss"; and figures
+    aux: dict  # losses of the layers, sums over tokens under names that begin with "loss"; "indexer_kl"; and figures
     loss: torch.Tensor | None = None  # with `total`: the sum of nll, which then has no gradient of its own, and of those losses
 
 

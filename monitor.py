@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 import kernels
+from kernels.reference import key_distances
+from model import SparseAttention
 
 # Dense 16-bit matrix products with fp32 sums, TFLOP/s, as the makers state them. An unknown device is n/a, never another one's.
 PEAKS = {
@@ -56,7 +58,8 @@ class Log:
         path = run / "metrics.jsonl"
         if step and path.is_file():  # drop what a killed run logged beyond its last checkpoint, and a line it half wrote
             beside = path.with_name(f".{path.name}")
-            beside.write_text("".join(line for line in open(path) if _step_of(line) <= step))
+            with open(path, errors="replace") as lines:
+                beside.write_text("".join(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= step))
             os.replace(beside, path)
         self.file = open(path, "a" if step else "w", buffering=1)
         if config.wandb_log:
@@ -112,7 +115,7 @@ class Log:
 def _step_of(line):
     try:
         return json.loads(line)["step"]
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return float("inf")
 
 
@@ -200,27 +203,37 @@ class Clock:
 
 @torch.no_grad()
 def health(model, batch, dtype):
-    """What the recurrent layers do on one batch, {layer: figures}; an empty dict without such layers.
+    """What the recurrent layers and the indexers do on one batch, {layer: figures}; an empty dict without such layers.
 
     decay       share of decays e^g below 0.5, in 0.5 to 0.9, 0.9 to 0.99, 0.99 to 0.999, and above
     memory      tokens after which a head's state has shrunk by e, at its mean decay: least, median and most of the heads
     state_norm  Frobenius norm of the heads' states after the batch: mean and most
+    recall      attention that a query would give, reading all keys, to those its indexer selects; mean over heads and queries
+    overlap     share of the selected keys that are among as many most attended ones
+    kl          the indexer's training loss, mean over tokens
+
+    recall and overlap count the queries that see more than `top_k` keys, and are null where none does.
     """
-    figures, layer, training = {}, None, model.training
+    figures, layer, entered, training = {}, None, None, model.training
 
     def enter(index):
-        def hook(*_):
-            nonlocal layer
-            layer = index
+        def hook(_, args, kwargs):
+            nonlocal layer, entered
+            layer, entered = index, (args[0], kwargs["positions"])
 
         return hook
 
     def see(op, args, kwargs, result):
+        if op in ("softmax_attention", "sparse_attention") and isinstance(mixer := model.blocks[layer].mixer, SparseAttention):
+            index = mixer.index(*entered)
+            with torch.autocast(args[0].device.type, enabled=False):
+                figures[str(layer)] = _selection_figures(mixer, *args[:2], index, batch.segment_ids)
         if op in ("delta_rule", "channel_delta_rule", "linear_attention", "normalized_linear_attention"):
             g = args[3] if len(args) > 3 else kwargs.get("g")
             figures[str(layer)] = _recurrent_figures(None if op.startswith("normalized") else g, result[1])
 
-    hooks = [b.mixer.register_forward_pre_hook(enter(i)) for i, b in enumerate(model.blocks) if b.mixer is not None]
+    mixers = [(i, b.mixer) for i, b in enumerate(model.blocks) if b.mixer is not None]
+    hooks = [mixer.register_forward_pre_hook(enter(i), with_kwargs=True) for i, mixer in mixers]
     model.eval()
     try:
         with kernels.observe(see), torch.autocast(batch.tokens.device.type, dtype=dtype, enabled=dtype is not None):
@@ -230,6 +243,36 @@ def health(model, batch, dtype):
         for hook in hooks:
             hook.remove()
     return figures
+
+
+def _selection_figures(mixer, q, k, index, segment_ids):
+    """Of one `dsa` layer; q and k as attention reads them. A head at a time: scores of all pairs are large."""
+    (B, T, H, D), limits = q.shape, {"top_k": mixer.top_k, "local": mixer.local}
+    distance, _ = key_distances((B, T), q.device, None, segment_ids)
+    seen = distance >= 0
+    selected = kernels.select_top_k(kernels.indexer_scores(*index), distance, **limits)
+    p = 0
+    for h in range(H):
+        scores = (q[:, :, h].float() @ k[:, :, h * k.shape[2] // H].float().mT) * D**-0.5
+        p = p + scores.masked_fill(~seen, -torch.inf).softmax(-1) / H
+    oracle = kernels.select_top_k(p, distance, mixer.top_k)
+    real = torch.ones_like(seen[..., 0]) if segment_ids is None else segment_ids > 0
+    counted = (seen.sum(-1) > mixer.top_k) & real
+    recall, overlap = (p * selected).sum(-1)[counted], (oracle & selected).sum(-1)[counted] / mixer.top_k
+    read = {} if mixer.mode == "dense" else limits
+    kl = kernels.indexer_kl(q, k, *index, segment_ids=segment_ids, **read)
+    means = {name: x.mean().item() if len(x) else None for name, x in (("recall", recall), ("overlap", overlap))}
+    return {**means, "kl": (kl.sum() / real.sum().clamp(min=1)).item()}
+
+
+def selection_line(health):
+    """What an evaluation prints of the indexers: means over the `dsa` layers; None without such layers."""
+    layers, shown = [f for f in health.values() if "recall" in f], []
+    for name, what in (("recall", "attention recalled"), ("overlap", "overlap with the most attended"), ("kl", "KL")):
+        known = [f[name] for f in layers if f[name] is not None]
+        if known:
+            shown.append(f"{what} {sum(known) / len(known):.4f}")
+    return f"            indexers: {', '.join(shown)}" if shown else None
 
 
 def _recurrent_figures(g, state):

@@ -4,9 +4,11 @@
 """
 
 import itertools
+import os
 import re
 import shutil
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import checkpoint
 import configurator
 import data.loader as loading
-from configurator import ConfigError, ModelConfig, TrainConfig
+from configurator import ConfigError, ModelConfig, TrainConfig, expand_layers
 from context import REFUSED
 from data.prepare import prepare_builtin
 from data.tokens import Dataset, check_vocab
-from model import Model, format_bytes
+from model import Model, SparseAttention, format_bytes
+from swap import swapped
 
 # What a resumed run may change; everything else would make it another run.
 CHANGEABLE = {
@@ -89,8 +92,8 @@ def plan(argv, ranks, description):
         problems.append(f"cuda_graph=True needs a CUDA device, device is {device.type!r}")
     ranks.first(prepare_builtin, config.dataset)
     dataset = attempt(Dataset.open, config.dataset)
-    if folder is None and not config.eval_only:
-        attempt(_check_folder, config)
+    if not config.eval_only:
+        attempt(_check_folder, config, folder is not None)
     here = ranks.union([] if dataset is not None else ["-"]) == []
     config = ranks.first(_complete, config, dataset if here else None, device, dtype, ranks)
     if here:
@@ -103,6 +106,10 @@ def plan(argv, ranks, description):
         problems += [
             f"context_parallel={config.context_parallel}: layer {i} selects keys, which cannot be split yet" for i in refused
         ]
+    if config.indexer != "off" and model is not None and not any(isinstance(m, SparseAttention) for m in model.modules()):
+        problems.append(f"indexer={config.indexer!r} has no effect without a dsa layer, layers is {config.layers!r}")
+    if config.distill is not None and dataset is not None:
+        attempt(_check_teacher, config, dataset, ranks)
     if config.dry_run and loader is not None and model is not None:
         problems += _print_costs(Plan(resolved, config, device, dataset, loader, folder, meta), model, ranks)
     problems = ranks.union(problems)
@@ -152,6 +159,10 @@ def _resolve(argv, ranks, description):
             resumed = following if argument == "--resume" else argument.partition("=")[2]
     if not resumed or {"-h", "--help"} & set(argv):
         resolved = configurator.load(TrainConfig, argv, prog="train.py", description=description)
+        if (named := resolved.config.resume) is not None:
+            raise ConfigError(
+                f"resume={named!r} in a {resolved.sources['resume']}: a run is continued by the flag, --resume={named}"
+            )
         return ranks.first(_start_from, resolved, argv), None, None
     folder, meta = ranks.first(checkpoint.open_checkpoint, resumed)
     if meta["loader"] is None:
@@ -184,7 +195,7 @@ def _start_from(resolved, argv):
             raise ConfigError(f"init_from={source!r}: expected scratch, gpt2 or gpt2-medium, -large, -xl, or the folder of a run")
         source = _download(source)
     saved = checkpoint.open_checkpoint(source, ("best", "last"))[1]["model"]
-    free = {"dropout", "document_mask"} | (set() if saved["learned_positions"] else {"block_size"})
+    free = {"layers", "dropout", "document_mask"} | (set() if saved["learned_positions"] else {"block_size"})
     values = resolved.config.model_dump()
     problems = [
         f"{name}={values[name]!r} contradicts {source}, which was made with {saved[name]!r}: leave it out "
@@ -230,6 +241,11 @@ def _conflicts(resolved, ranks):
         yield f"parallel={config.parallel!r} has no effect in one process: torchrun --nproc_per_node=N train.py ..."
     if config.parallel == "fsdp" and ranks.world > 1 and config.optimizer == "muon":
         yield "optimizer='muon' needs whole matrices, parallel='fsdp' splits them: use --parallel=ddp or --optimizer=adamw"
+    if config.parallel == "fsdp" and ranks.world > 1 and config.indexer != "off":
+        yield (
+            f"indexer={config.indexer!r} is a loss beside the layers' outputs, for which parallel='fsdp' does not gather weights: "
+            "use --parallel=ddp"
+        )
     if config.cuda_graph:
         against = {
             "several processes": ranks.world > 1,
@@ -253,7 +269,7 @@ def resolve_device(config, local=None):
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as e:
-        reason = str(e).splitlines()[0]
+        reason = str(e).splitlines()[0].partition(". ")[0]  # a sentence of what may be a page
         raise ConfigError(f"device={config.device!r} cannot be used ({reason}); the best device here is {best!r}") from e
     half = "float32"
     if device.type == "cuda":  # compute capability 8.0 has bf16 in hardware; before that PyTorch emulates it, slowly
@@ -264,7 +280,7 @@ def resolve_device(config, local=None):
 def _complete(config, dataset, device, dtype, ranks):
     """The settings with everything that was left to the data, the device or other settings."""
     breaks = ranks.world > 1 and (config.parallel == "fsdp" or config.context_parallel > 1)  # hooks and messages within the graph
-    compile_it = device.type == "cuda" and not breaks
+    compile_it = device.type == "cuda" and not breaks and find_spec("triton") is not None  # which its kernels are written in
     values = {
         "vocab_size": config.vocab_size or (1 if dataset is None else dataset.tokenizer.vocab_size),
         "lr_decay_iters": config.lr_decay_iters or max(config.max_iters, config.warmup_iters),
@@ -314,9 +330,35 @@ def _check_origin(config, dataset, loader, folder, meta):
             )
 
 
-def _check_folder(config):
-    run = Path(config.out_dir) if config.out_dir else None
-    if run is not None and run.is_dir() and any(p.is_dir() for p in run.glob("step-*")) and not config.overwrite:
+def _check_teacher(config, dataset, ranks):
+    source, meta = checkpoint.open_checkpoint(config.distill, ("best", "last"))
+    saved, problems = meta["model"], []
+    for name in ("n_layer", "n_embd"):
+        if saved[name] != getattr(config, name):
+            problems.append(f"distill: {name}={getattr(config, name)} differs from the {saved[name]} of {source}")
+    if meta["tokenizer_hash"] != dataset.tokenizer.hash:
+        problems.append(f"distill: the tokenizer of {dataset.folder} is not that of {source}")
+    if not problems and not swapped(*(expand_layers(layers, config.n_layer) for layers in (saved["layers"], config.layers))):
+        problems.append(f"distill: no layer differs from those of {source}, layers={saved['layers']!r}: there is nothing to learn")
+    against = {
+        "several processes": ranks.world > 1,
+        "cuda_graph=True": config.cuda_graph,
+        f"indexer={config.indexer!r}": config.indexer != "off",
+    }
+    problems += [f"distill does not go with {what}" for what, there in against.items() if there]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_folder(config, resumed):
+    if config.out_dir is None:
+        return
+    run = Path(config.out_dir)
+    there = next(p for p in (run, *run.absolute().parents) if os.path.exists(p))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "cannot be written to" if there.is_dir() else "is a file"
+        raise ConfigError(f"out_dir={str(run)!r}: {there} {what}; choose another --out_dir")
+    if not resumed and run.is_dir() and any(p.is_dir() for p in run.glob("step-*")) and not config.overwrite:
         raise ConfigError(
             f"out_dir={str(run)!r} already holds a run: continue it with --resume={run}, replace it with --overwrite, "
             "or choose another --out_dir"

@@ -26,9 +26,10 @@ import distributed
 import kernels
 import monitor
 import preflight
+import swap
 from configurator import ConfigError
 from context import Context
-from model import Model, format_bytes
+from model import Model, SparseAttention, format_bytes
 from optim import Finite, LossScale, Optimizers, learning_rate
 
 MOST_SKIPS = 10  # steps in a row that non_finite=skip skips before it stops
@@ -193,11 +194,23 @@ def start(config, device, source=None):
     torch.manual_seed(config.seed)
     model = Model(preflight.model_config(config))
     if source is not None:
-        checkpoint.load_weights(model, source)
+        for line in swap.load_weights(model, source):
+            print(line)
+    if config.indexer == "only":
+        model.requires_grad_(False)
+    for layer in indexed(model) if config.indexer != "off" else ():
+        layer.learns = True
+        for p in layer.indexer_parameters():
+            p.requires_grad_(True)
     if config.activation_checkpointing:
         for block in model.blocks:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     return model.to(device)
+
+
+def indexed(model):
+    """The layers with an indexer."""
+    return [m for m in model.modules() if isinstance(m, SparseAttention)]
 
 
 def announce(plan, model, ranks):
@@ -226,6 +239,9 @@ class Trainer:
         if source is None and config.init_from != "scratch":
             source = checkpoint.resolve(config.init_from, ("best", "last"))
         self.model = start(config, device, source)
+        self.teacher = (
+            None if config.distill is None else swap.Teacher(checkpoint.load_model(config.distill, device)[0], self.model)
+        )
         announce(plan, self.model, ranks)
         self.half = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
         self.compiled = torch.compile(self.model) if config.compile else self.model
@@ -242,8 +258,7 @@ class Trainer:
         if config.eval_only:
             return
         self.facts = monitor.environment(device, ranks)
-        if ranks.rank == 0:
-            self.claim(argv)
+        ranks.first(self.claim, argv)
         self.log = monitor.Log(self.run, config, self.step, self.wandb_id, ranks.rank)
         self.progress, self.clock = monitor.Progress(config.max_iters), monitor.Clock()
         self.saver = checkpoint.Saver(self.run, keep_last=config.keep_last, rank=ranks.rank, background=config.async_save)
@@ -262,13 +277,17 @@ class Trainer:
 
     def claim(self, argv):
         """Make the folder this run's: empty for a new one, without what came after the checkpoint for a resumed one."""
-        if self.plan.meta is None:
-            checkpoint.remove_run(self.run)  # an older one, which --overwrite gave up
-            self.run.mkdir(parents=True, exist_ok=True)
-        else:
-            for name in checkpoint.leave(self.run, self.step):
-                print(f"{name} in {self.run} is not continued: it is kept as aside-{name}")
-        monitor.record_start(self.run, argv, self.config, self.step, self.facts)
+        try:
+            if self.plan.meta is None:
+                checkpoint.remove_run(self.run)  # an older one, which --overwrite gave up
+                self.run.mkdir(parents=True, exist_ok=True)
+            else:
+                for name in checkpoint.leave(self.run, self.step):
+                    print(f"{name} in {self.run} is not continued: it is kept as aside-{name}")
+            monitor.record_start(self.run, argv, self.config, self.step, self.facts)
+        except OSError as e:
+            self.signals.restore()
+            raise ConfigError(f"out_dir={str(self.run)!r} cannot be written to ({e.strerror})") from e
 
     def forward(self, batch, module=None, **options):
         """(the model's output, the labels) of a batch, of this rank's part of it where ranks share rows."""
@@ -293,11 +312,26 @@ class Trainer:
             if not self.config.cuda_graph:
                 torch.manual_seed(seed_of(self.config.seed, first, 0 if self.context is None else self.context.part))
             with distributed.syncing(self.training, i == len(batches) - 1):
-                output, labels = self.forward(batch, self.training, total=True)
+                with torch.set_grad_enabled(self.teacher is None):
+                    output, labels = self.forward(batch, self.training, total=self.config.indexer != "only")
                 with self.routed():
-                    (output.loss * weight).backward()
+                    self.objective(batch, output, weight).backward()
             self.tally.add(output.nll, labels)
         return self.optimizer.clip(self.config.grad_clip, self.scaler.scale)
+
+    def objective(self, batch, output, weight):
+        """What is differentiated: the language model's loss, the indexers' or both, or distillation's.
+
+        The latter two are means over the step's tokens, all of which are real, and over the layers that they are about.
+        """
+        share = self.scaler.scale * self.ranks.world / self.plan.tokens_per_step
+        if self.teacher is not None:
+            with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+                return self.teacher.loss(self.model, batch) * share
+        if self.config.indexer == "off":
+            return output.loss * weight
+        kl = output.aux["indexer_kl"] * (share / len(indexed(self.model)))
+        return kl if self.config.indexer == "only" else output.loss * weight + kl
 
     def whole_step(self, batches, weight):
         norm = self.gradient(batches, weight)
@@ -365,12 +399,21 @@ class Trainer:
         if scores is None:
             return False
         loss, bpb = scores
-        self.evaluated, improved = self.step, self.best is None or bpb < self.best
+        if self.config.non_finite == "stop" and not math.isfinite(loss):
+            self.saver.wait()
+            raise ConfigError(
+                f"the validation loss is {loss} at step {self.step}: this step is not saved, {self.saver.last()}; "
+                "try a lower --learning_rate"
+            )
+        self.evaluated, improved = self.step, math.isfinite(bpb) and (self.best is None or bpb < self.best)
+        improved &= self.config.indexer != "only"  # these scores do not measure it: the last save is what to go on from
         self.best = bpb if improved else self.best
         mark = " (best so far)" if improved else ""
         self.progress.say(f"step {self.step:>5}: validation loss {loss:.4f}, {bpb:.4f} bits per byte{mark}")
         sample = next(loading.heldout_batches(self.plan.dataset.val, self.config.block_size, 1, self.config.document_mask))
         health = monitor.health(self.model, move(sample, self.device), self.half)
+        if (line := monitor.selection_line(health)) is not None:
+            self.progress.say(line)
         self.log.write(step=self.step, val_loss=loss, val_bits_per_byte=bpb, health=health)
         return improved
 
@@ -468,12 +511,17 @@ def main(argv):
         sys.stdout = open(os.devnull, "w")
     try:
         plan = preflight.plan(argv, ranks, __doc__)
-        if not plan.config.dry_run:
-            train(plan, argv, ranks)
     except ConfigError:
-        if ranks.rank != 0:  # rank 0 tells it
+        if ranks.rank != 0:  # all have the same problems, and rank 0 tells them
             sys.exit(2)
         raise
+    if not plan.config.dry_run:
+        try:
+            train(plan, argv, ranks)
+        except ConfigError as e:
+            if ranks.rank == 0:
+                raise
+            raise ConfigError([f"rank {ranks.rank}: {problem}" for problem in e.problems]) from e
     ranks.leave()
 
 
@@ -481,8 +529,12 @@ def train(plan, argv, ranks):
     """Train, and end with the command that continues, whatever the end is."""
     trainer = Trainer(plan, argv, ranks)
     if plan.config.eval_only:
-        loss, bpb = trainer.evaluate() or (math.nan, math.nan)
+        scores = trainer.evaluate()
         trainer.signals.restore()
+        if scores is None:
+            ranks.leave()
+            sys.exit(128 + (trainer.signals.asked or signal.SIGTERM))
+        loss, bpb = scores
         print(f"step {trainer.step}: validation loss {loss:.4f}, {bpb:.4f} bits per byte")
         return
     again = f"--resume={plan.run}"
@@ -497,6 +549,9 @@ def train(plan, argv, ranks):
             print(f"\n{what}; {trainer.saver.last()}, continue with:\n{monitor.command(again)}", flush=True)
         if isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e):
             raise ConfigError(out_of_memory(plan.config, e)) from e
+        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            reason = " ".join(line for line in str(e).splitlines()[:2] if line)
+            raise ConfigError(f"compile=true fails here ({reason}): --compile=false trains without it") from e
         raise
     finally:
         trainer.close()
@@ -507,9 +562,8 @@ def train(plan, argv, ranks):
         print(f"\nstopped at step {trainer.step}, {trainer.saver.last()}; continue with:\n{monitor.command(again)}", flush=True)
         ranks.leave()
         sys.exit(128 + (trainer.signals.asked or signal.SIGTERM))
-    print(
-        f"done: {trainer.step} steps, best {trainer.best:.4f} bits per byte; see what it writes with:\npython sample.py {plan.run}"
-    )
+    best = "" if trainer.best is None else f", best {trainer.best:.4f} bits per byte"
+    print(f"done: {trainer.step} steps{best}; see what it writes with:\npython sample.py {plan.run}")
     print(f"or train on with:\n{monitor.command(again, f'--max_iters={2 * trainer.step}')}", flush=True)
     if trainer.saver.failure is not None:
         sys.exit(1)

@@ -128,6 +128,12 @@ class TrainConfig(ModelConfig):
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best one")
     async_save: bool = Field(True, description="write checkpoints while training goes on (a copy on the host)")
     dry_run: bool = Field(False, description="check everything, print what it would cost, train nothing")
+    indexer: Literal["off", "joint", "only"] = Field(
+        "off", description="train the indexers of dsa layers, by their KL to attention: beside the rest, or alone, the rest frozen"
+    )
+    distill: str | None = Field(
+        None, min_length=1, description="a run whose mixers' outputs the layers that differ learn, one by one, the rest frozen"
+    )
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: the layers' matrices by Muon, the rest by AdamW")
     learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")
     min_lr: float | None = Field(None, ge=0, description="final learning rate; none: learning_rate / 10")

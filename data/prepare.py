@@ -203,7 +203,11 @@ def prepare_files(config: PrepareConfig, inputs: Sequence[str], name: str | None
         "licence": config.licence,
     }
     processes = config.processes or default_processes()
-    meta = prepare_corpus(folder, cut, plan, processes=processes, about=about, overwrite=config.overwrite)
+    try:
+        meta = prepare_corpus(folder, cut, plan, processes=processes, about=about, overwrite=config.overwrite)
+    except OSError as error:
+        kept = "what is finished is kept, the same command goes on from there"
+        raise ConfigError(f"out={config.out!r} cannot be written to ({error.strerror or error}): {kept}") from error
     remove_spool(folder / "parts")
     seconds = time.perf_counter() - started
     for split, counts in meta["splits"].items():

@@ -1,5 +1,6 @@
 """data/prepare.py: every input format, the split, processes, interruption, damage, and the scripts of the hub's data sets."""
 
+import errno
 import gzip
 import io
 import itertools
@@ -229,6 +230,26 @@ def test_an_interrupted_preparation_goes_on(several, tmp_path, monkeypatch, caps
     assert files(out) == files(tmp_path / "whole" / "set")
     with pytest.raises(ConfigError, match="val_fraction=0.1 differs from 0.2, with which"):
         command(*several[:2], "--val_fraction=0.1", *several[3:], f"--out={out}")
+
+
+def test_a_full_disk_is_one_clear_line_and_the_same_command_goes_on(several, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"out='.*file' cannot be written to \(Not a directory\)"):
+        command(*several, f"--out={tmp_path / 'file'}")
+    command(*several, f"--out={tmp_path / 'whole'}/set")
+    real, left, out = corpus.write_tokens, [3], tmp_path / "full" / "set"
+
+    def full(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"\(No space left on device\): .* goes on"):
+        patch.setattr(corpus, "write_tokens", full)
+        command(*several, f"--out={out}")
+    command(*several, f"--out={out}")
+    assert files(out) == files(tmp_path / "whole" / "set")
 
 
 def flip(path, at=-3):

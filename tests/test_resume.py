@@ -1,7 +1,7 @@
 """A run that was stopped, killed or damaged goes on as if nothing had happened; what cannot be saved costs a warning."""
 
 import errno
-import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +19,8 @@ import checkpoint
 import data.loader as loading
 import sample
 import train
-from configurator import ConfigError
+from configurator import ConfigError, ModelConfig
+from data.tokenizer import Tokenizer
 from model import Model
 
 
@@ -159,6 +160,15 @@ def test_a_second_sigint_leaves_at_once(run, monkeypatch, capsys, tmp_path):
     assert checkpoint.resolve(tmp_path / "run").name == "step-000004"
 
 
+def test_an_interrupted_evaluation_reports_nothing(run, monkeypatch, capsys):
+    out = run("--max_iters=2")
+    capsys.readouterr()
+    at_call(monkeypatch, loading, "score_mask", 1, send(signal.SIGTERM))
+    with pytest.raises(SystemExit) as e:
+        run(f"--resume={out}", "--eval_only")
+    assert e.value.code == 128 + signal.SIGTERM and "validation loss" not in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no SIGUSR1")
 def test_sigusr1_saves_and_goes_on(run, monkeypatch):
     at_call(monkeypatch, train.Feed, "next", 3, send(signal.SIGUSR1))
@@ -213,9 +223,38 @@ def test_a_damaged_checkpoint_without_another_is_an_error(run):
     folder = checkpoint.resolve(out)
     damage(folder / "model.safetensors", "flipped")
     assert "SHA-256" in fails(sample.main, out)[0] and "SHA-256" in fails(train.main, f"--resume={out}")[0]
+    (folder / checkpoint.MARKER).write_text("[]")
+    assert "names no files" in fails(sample.main, out)[0]
     (folder / checkpoint.MARKER).unlink()
     assert "no finished save" in fails(sample.main, out)[0]
     assert "incomplete" in fails(sample.main, folder)[0]
+
+
+def test_weights_of_another_model_are_listed(run):
+    folder, meta = checkpoint.open_checkpoint(run("--max_iters=1"))
+    changes = {"n_layer": 3}, {"n_layer": 1}, {"n_ffn": 8}
+    for change, says in zip(changes, ("blocks.2.* is missing", "blocks.1.* is left over", "has shape"), strict=True):
+        with pytest.raises(ConfigError, match=says):
+            checkpoint.load_weights(Model(ModelConfig(**{**meta["model"], **change})), folder)
+
+
+@pytest.mark.parametrize("call, n", [("replace", 1), ("rename", 1), ("replace", 2)])
+def test_a_kill_within_a_save_leaves_best_as_good_as_last(tmp_path, monkeypatch, call, n):
+    class Kill(BaseException):
+        pass
+
+    def kill():
+        raise Kill
+
+    rest = {"meta": {}, "tokenizer": Tokenizer.from_bytes(), "keep_last": 1, "best": True}
+    model = Model(ModelConfig(n_layer=1, n_embd=16, n_head=2, vocab_size=20))
+    checkpoint.save(tmp_path, 1, model=model, **rest)
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        at_call(patch, os, call, n, kill)
+        checkpoint.save(tmp_path, 2, model=model, **rest)
+    assert checkpoint.resolve(tmp_path, ("best", "last")) == checkpoint.resolve(tmp_path)
+    checkpoint.save(tmp_path, 2, model=model, **rest)
+    assert [p.name for p in tmp_path.glob("*step*")] == ["step-000002"]
 
 
 @pytest.fixture
@@ -278,12 +317,14 @@ def test_training_goes_on_while_a_save_is_written(run, monkeypatch):
 def test_what_a_kill_leaves_in_the_log_is_dropped(run):
     whole = run("--max_iters=6", "--save_interval=3", "--log_interval=1", name="whole")
     out = run("--max_iters=3", "--lr_decay_iters=6", "--save_interval=3", "--log_interval=1", name="out")
-    lines = [json.dumps({"step": 4, "loss": 9.0}), '{"step": 5, "lo']
-    with open(out / "metrics.jsonl", "a") as file:
-        file.write("\n".join(lines))
+    log = out / "metrics.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"step": 4, "loss": 9.0}\n\0\xff\n12\n{}\n{"step": 5, "lo')  # a power cut leaves any bytes
     run(f"--resume={out}", "--max_iters=6")
     assert curve(whole) == curve(out)
     assert len((out / "starts.jsonl").read_text().splitlines()) == 2
+    log.write_bytes(log.read_bytes().rstrip())
+    run(f"--resume={out}", "--max_iters=7")
+    assert curve(out).keys() == set(range(1, 8))
 
 
 def test_a_kill_between_the_save_and_its_link_loses_nothing(run):
@@ -355,6 +396,23 @@ def test_an_infinite_weight_stops_too(run, monkeypatch):
     monkeypatch.setattr(train, "start", broken)
     with pytest.raises(ConfigError, match="the gradient is nan at step 1 .* there is no checkpoint"):
         run("--max_iters=4")
+
+
+def test_a_validation_loss_that_is_not_finite_stops_before_the_save(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: (math.nan, math.nan))
+    with pytest.raises(ConfigError, match=f"validation loss is nan at step 2: .* not saved, .*{tmp_path}/run/step-000001"):
+        run("--max_iters=4", "--eval_interval=2", "--save_interval=1")
+    out = run("--max_iters=2", "--non_finite=skip", name="b")
+    assert checkpoint.open_checkpoint(out)[1]["best_bits_per_byte"] is None
+
+
+def test_what_goes_wrong_on_another_rank_is_told(run, monkeypatch):
+    """It may be that rank's alone: a file it cannot read, its memory."""
+    spoil(monkeypatch, 2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which all ranks but the first give up
+    with pytest.raises(ConfigError, match="^rank 1: the gradient is inf at step 2 "):
+        run("--max_iters=3", "--gradient_accumulation_steps=2")
 
 
 def test_non_finite_steps_are_skipped_and_counted_where_asked(run, monkeypatch):

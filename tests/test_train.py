@@ -1,5 +1,7 @@
 """One training run: what it computes, what it prints, what it refuses."""
 
+import errno
+import functools
 import json
 import math
 import re
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import TINY, curve, fails, flags, metrics, prepare, prepare_tiny, runner, weights, words
+from tiny import TINY, curve, fails, flags, metrics, prepare, prepare_tiny, runner, same, weights, words
 
 import checkpoint
 import monitor
@@ -86,6 +88,16 @@ def test_checkpoints_best_last_and_the_final_one(run):
     assert not any("head" in n for n in weights(out))
 
 
+def test_last_does_not_replace_best(run, monkeypatch):
+    """Nor does a split without a byte of text, whose bits per byte are nan, count as the best."""
+    scores = iter([math.nan, 3.0, 2.0, 2.5])
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: (1.0, next(scores)))
+    out = run("--max_iters=4", "--eval_interval=1", "--keep_last=1")
+    assert [(out / link).read_text() for link in ("best", "last")] == ["step-000003\n", "step-000004\n"]
+    assert checkpoint.open_checkpoint(out)[1]["best_bits_per_byte"] == 2.0
+    assert checkpoint.load_model(out)[2]["step"] == 3
+
+
 def test_init_from_takes_the_weights(run):
     first = run("--max_iters=3", name="first")
     second = run("--max_iters=1", "--learning_rate=1e-12", f"--init_from={first}", "--weight_decay=0", name="second")
@@ -148,10 +160,34 @@ def test_a_used_folder_is_not_overwritten_unasked(run, tmp_path):
 
 @pytest.mark.parametrize("flag, says", [("--n_layer=3", "n_layer=3 differs from the run's 2"), ("--batch_size=3", "batch_size"),
                                         ("--layers=attn", "layers"), ("--max_iters=1", "has done 2 steps"),
+                                        ("--block_size=16", "block_size=16 differs"), ("--vocab_size=99", "vocab_size=99 differs"),
                                         ("--out_dir=elsewhere", "own folder")])  # fmt: skip
 def test_a_resumed_run_stays_the_same_run(run, flag, says):
     out = run("--max_iters=2")
     assert says in fails(train.main, f"--resume={out}", flag)[0]
+
+
+def test_a_run_is_continued_by_the_flag_alone(run, tmp_path):
+    """A recipe that names it would train a new one."""
+    out = run("--max_iters=2")
+    (tmp_path / "again.py").write_text(f"resume = '{out}'\nmax_iters = 4\n")
+    (line,) = fails(train.main, tmp_path / "again.py")
+    assert f"in a recipe {tmp_path / 'again.py'}" in line and line.endswith(f"--resume={out}")
+
+
+def test_a_folder_that_cannot_be_written_is_named(run, dataset, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert f"{tmp_path / 'file'} is a file" in fails(train.main, *flags(dataset, out, "--dry_run"))[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight.os, "access", lambda path, mode: False)
+        assert f"{tmp_path} cannot be written to" in fails(train.main, *flags(dataset, tmp_path / "run"))[0]
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(monitor, "record_start", full)
+    assert "run' cannot be written to (No space left on device)" in fails(train.main, *flags(dataset, tmp_path / "run"))[0]
 
 
 def test_other_data_or_tokenizer_is_refused(run, dataset, tmp_path):
@@ -288,6 +324,38 @@ def test_flags_that_would_do_nothing_are_refused(dataset, tmp_path, flag, says):
     assert any(says in line for line in fails(train.main, *flags(dataset, tmp_path / "x", flag)))
 
 
+# A value of each setting that leaves its trace in a run of four steps; another test has what leaves none there.
+TRACES = {
+    "layers": "attn gdn", "n_layer": 3, "n_head": 1, "n_kv_head": 1, "head_dim": 4, "n_embd": 32, "block_size": 16,
+    "vocab_size": 20, "dropout": 0.2, "bias": True, "ffn": "gelu", "residual": "post", "n_ffn": 24, "norm": "layernorm",
+    "norm_eps": 1e-2, "rope_theta": 100, "learned_positions": True, "tie_embeddings": False, "document_mask": False,
+    "batch_size": 1, "gradient_accumulation_steps": 2, "max_iters": 5, "eval_interval": 3, "eval_iters": 1, "log_interval": 1,
+    "save_interval": 3, "keep_last": 1, "optimizer": "muon", "learning_rate": 2e-2, "min_lr": 9e-3, "warmup_iters": 0,
+    "lr_decay_iters": 9, "decay_lr": False, "lr_schedule": "wsd", "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5,
+    "grad_clip": 1e-3, "seed": 7, "dtype": "bfloat16",
+}  # fmt: skip
+ELSEWHERE = {
+    "out_dir", "overwrite", "dataset", "init_from", "resume", "indexer", "distill", "parallel", "context_parallel", "eval_only",
+    "async_save", "dry_run", "non_finite", "activation_checkpointing", "device", "compile", "deterministic", "cuda_graph",
+    "decay_fraction", "mixers", "wandb_log", "wandb_project", "wandb_run_name",
+}  # fmt: skip
+
+
+def test_no_setting_does_nothing(run):
+    def traces(*args, name):
+        """What a run leaves: its weights, its checkpoints, and what it logged at which step."""
+        out = run("--max_iters=4", "--eval_interval=2", "--log_interval=2", *args, name=name)
+        logged = [(m["step"], m.get("loss"), m.get("val_loss")) for m in metrics(out)]
+        return weights(out), sorted(p.name for p in out.glob("step-*")), logged
+
+    assert TRACES.keys() | ELSEWHERE == TrainConfig.model_fields.keys()
+    (plain, *rest), (again, *same_rest) = traces(name="plain"), traces(name="again")
+    assert same(plain, again) and rest == same_rest
+    for name, value in TRACES.items():
+        changed, *others = traces(f"--{name}={value}", name=name)
+        assert not same(plain, changed) or rest != others, name
+
+
 # -- what a step takes -----------------------------------------------------------------------------------------------
 
 
@@ -327,6 +395,29 @@ def test_compiling_breaks_the_graph_of_no_mixer():
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     loss = compiled(tokens, tokens, segment_ids=ids, total=True).loss
     assert torch.allclose(loss, model(tokens, tokens, segment_ids=ids).nll.sum(), rtol=1e-5)
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    out = run("--max_iters=2", "--compile")
+    model = checkpoint.load_model(out)[0]
+    assert weights(out).keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_compiler_that_fails_is_one_clear_line(run, monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler found")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    with pytest.raises(ConfigError, match="compile=true fails here .*no compiler found.*--compile=false"):
+        run("--max_iters=2", "--compile")
+
+
+@pytest.mark.parametrize("triton", [None, "there"])
+def test_without_triton_a_gpu_is_used_uncompiled(monkeypatch, triton):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: triton)
+    config = preflight._complete(TrainConfig(), None, torch.device("cuda"), "bfloat16", SimpleNamespace(world=1))
+    assert config.compile is (triton is not None)
 
 
 @pytest.mark.slow
