@@ -1,5 +1,7 @@
 """One token through the whole model in few launches, captured as a CUDA graph: what `sample.py` decodes with on a GPU.
 
+Short prompts are read by a graph too, one for each power of two that prompts are padded to: it holds the model as it is.
+
 A `Decoder` packs a model's weights once: what reads the same input becomes one matrix, matrices in the compute type, norms and
 gates in fp32. A layer is then five launches: the norm, the projections and the convolution's update; the recurrence (or attention
 over the cache, and one more to join its slices); the output projection onto the residual stream, which stays in fp32; two for the
@@ -271,6 +273,25 @@ class Decoder:
         self.captured[key] = self.captured.pop(key)  # the latest used last
         return self.captured[key]
 
+    @torch.inference_mode()
+    def record(self, run, what):
+        """`run()` as a CUDA graph, after running it twice; None, with a warning, where it cannot be captured."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # twice before: the first run compiles
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):  # one pool: no graph leaves in it what another's replay may not overwrite
+                run()
+        except RuntimeError as e:  # a mixer registered by a user may ask the host
+            warnings.warn(f"{what} without a CUDA graph, it cannot be captured: {str(e).splitlines()[0]}", stacklevel=2)
+            return None
+        self.pool = graph.pool()
+        return graph
+
 
 def bucket_of(rows):
     """1, 2, 4, ..., 64, then multiples of 32."""
@@ -290,6 +311,43 @@ def shared_lengths(state, rows, device):
     return lengths
 
 
+class Reading:
+    """Reading prompts into the first rows of an empty state as one CUDA graph: the model as it is, but started at once (124M, 512
+    tokens: its launches take a host 24 ms and a GPU 2 to 3). Prompts are padded to `width`, which reaches no state.
+    """
+
+    LONGEST = 2048  # at 4.4 us a token (long prompts, H200) padding more to 4096 would cost about what the launches take a host
+
+    def __init__(self, decoder, state, rows, width):
+        self.engine, self.state = decoder.engine, state.rows(rows)
+        device, vocab = self.engine.device, self.engine.model.config.vocab_size
+        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(rows, vocab, device=device)
+        self.graph = decoder.record(self.run, "reading prompts")  # all rows are empty meanwhile: the state stays what it is
+
+    @classmethod
+    def width_of(cls, prompts, engine):
+        """A power of two from 64 on, or as many as there are learned positions; None for what no graph is made for."""
+        longest, model = max(map(len, prompts)), engine.model
+        most = cls.LONGEST if model.position_embedding is None else min(cls.LONGEST, model.config.block_size)
+        return min(max(64, 1 << (longest - 1).bit_length()), most) if 0 < longest <= most else None
+
+    def run(self):
+        for layer in self.state.layers:
+            layer.longest = 0  # no mixer looks at what was before
+        ids = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths
+        self.logits.copy_(self.engine.forward(self.tokens, self.state, ids.to(torch.int32)))
+
+    def __call__(self, prompts):
+        """Logits `(len(prompts), vocab)` after the last token of each."""
+        (rows, width), n = self.tokens.shape, len(prompts)
+        self.tokens[:n].copy_(torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts]))
+        self.lengths.copy_(torch.tensor([[len(ids)] for ids in prompts] + [[0]] * (rows - n)))
+        self.run() if self.graph is None else self.graph.replay()
+        return self.logits[:n].clone()
+
+
 class CapturedSteps:
     """`sample.Steps` as one CUDA graph: the whole model, drawing included. The host only starts it and reads what it drew."""
 
@@ -300,32 +358,38 @@ class CapturedSteps:
         self.decoder, self.state = decoder, engine.model.init_state(rows, capacity, dtype=engine.dtype)
         self.sampler, self.lengths = engine.sampler(rows, sampling, logprobs), shared_lengths(self.state, rows, engine.device)
         self.host = [[torch.zeros(rows, dtype=d).pin_memory() for d in (torch.int64, torch.float32)] for _ in range(2)]
-        self.events, self.turn = [torch.cuda.Event() for _ in range(2)], 0
-        self.capture(capacity)
-
-    @torch.inference_mode()
-    def capture(self, capacity):
+        self.events, self.turn, self.readings = [torch.cuda.Event() for _ in range(2)], 0, {}
         for layer in self.state.layers:  # what an operator takes as bound of the lengths must hold for every later one
             layer.longest = capacity - 1
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # twice before: the first run compiles
-            for _ in range(2):
-                self.step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(self.graph, pool=self.decoder.pool):
-                self.step()
-            self.decoder.pool = self.graph.pool()
-        except RuntimeError as e:  # a mixer registered by a user may ask the host
-            warnings.warn(f"decoding without a CUDA graph, the step cannot be captured: {str(e).splitlines()[0]}", stacklevel=2)
-            self.graph = None
-        self.state.clear_()
+        self.graph = decoder.record(self.step, "decoding")
+        with torch.inference_mode():
+            self.state.clear_()
 
     def step(self):
         self.sampler(self.decoder.forward(self.sampler.tokens, self.state))
         self.lengths += 1
+
+    def reading(self, prompts):
+        """The `Reading` for these prompts, made at its first use; None if they are too many or too long for one."""
+        rows, width = bucket_of(len(prompts)), Reading.width_of(prompts, self.decoder.engine)
+        if width is None or rows * width > self.decoder.engine.chunk:
+            return None
+        if (rows, width) not in self.readings:
+            self.readings[rows, width] = Reading(self.decoder, self.state, rows, width)
+        return self.readings[rows, width]
+
+    @torch.inference_mode()
+    def read(self, prompts, state, logits=None, progress=None):
+        """As in `sample.Steps`; what goes on from an earlier reading, and what is too long for a graph, launch by launch."""
+        reading = None if state.longest else self.reading(prompts)
+        if reading is None:
+            return self.decoder.engine.read(prompts, state, logits, progress)
+        logits, longest = reading(prompts), max(map(len, prompts))
+        for layer in state.layers:
+            layer.longest = longest
+        if progress is not None:
+            progress(longest)
+        return logits
 
     def first(self, logits):
         """As in `sample.Steps`; logits may have fewer rows than the graph."""

@@ -155,6 +155,10 @@ class Steps:
         """Feed the tokens drawn last, draw the next."""
         self.first(self.engine.forward(self.sampler.tokens[:, None], self.state))
 
+    def read(self, prompts, state, logits=None, progress=None):
+        """`Engine.read` into the first rows of this state."""
+        return self.engine.read(prompts, state, logits, progress)
+
     def fetch(self):
         """A call that gives what was drawn last as tensors on the host: tokens, log-probabilities (or None)."""
         tokens, logprobs = self.sampler.tokens.cpu(), self.sampler.logprobs
@@ -220,10 +224,12 @@ class Engine:
         return Sampler(rows, sampling, self.vocab, self.device, logprobs)
 
     def warm_up(self, generator):
-        """On CUDA: compile the kernels and capture the step that `generator` needs, so that its times are those of later ones."""
+        """On CUDA: compile the kernels and capture what `generator` needs, so that its times are those of later ones."""
         if self.device.type == "cuda":
             self.read([generator.prompts[0][:65]], self.model.init_state(1, 65, dtype=self.dtype))
-            self.steps(generator.rows, generator.capacity, generator.sampling, generator.with_logprobs)
+            steps = self.steps(generator.rows, generator.capacity, generator.sampling, generator.with_logprobs)
+            if generator.after is None:
+                steps.reading(generator.prompts)
             torch.cuda.synchronize(self.device)
 
     def steps(self, rows, capacity, sampling, logprobs=False):
@@ -305,7 +311,7 @@ class Generator:
         for layer in self.state.layers:
             layer.length[self.rows :] = 0  # rows that fill up a bucket
         self.steps.sampler.reset(self.seeds, [ids for ids in self.prompts for _ in range(self.n)])
-        self.first = Read(first, self.engine.read(self.prompts, first, logits, self.progress))
+        self.first = Read(first, self.steps.read(self.prompts, first, logits, self.progress))
         self.fed = self.taken = 0
 
     def __iter__(self):

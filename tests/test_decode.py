@@ -1,12 +1,15 @@
 """The packed one-token step against the model's own, for every mixer: in the interpreter on a CPU, captured on a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_model import tokens_of
 from test_sample import EOT, PROMPTS, RECIPES, columns, greedy, model_of
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from triton_cases import DEVICE
 
-from decode import AsItIs, Decoder, bucket_of, capacity_of, shared_lengths
+from decode import AsItIs, Decoder, Reading, bucket_of, capacity_of, shared_lengths
 from sample import Engine, Generator
 
 FUSED = {  # how many halves of the pattern's four layers run as the model has them; all others in few launches
@@ -46,6 +49,76 @@ def test_a_packed_step_is_the_models_step(pattern, tmp_path):
     assert plain == FUSED.get(pattern, 0)
 
 
+@pytest.mark.parametrize("pattern", RECIPES)
+@torch.inference_mode()
+def test_reading_padded_prompts_is_reading_each(pattern):
+    """What a graph holds, run launch by launch: three prompts in the first rows of four, against each prompt alone."""
+    model = model_of(pattern)
+    engine, state = Engine(model, chunk=512), model.init_state(4, 256)
+
+    def record(run, _):
+        run()
+        assert not any(x.any() for layer in state.layers for x in layer.tensors.values())  # rows without tokens write nothing
+
+    for lengths, width in (((5, 64, 33), 64), ((65, 3, 128), 128)):
+        prompts = [tokens_of(1, n)[0].tolist() for n in lengths]
+        assert Reading.width_of(prompts, engine) == width
+        logits = Reading(SimpleNamespace(engine=engine, record=record), state, 4, width)(prompts)
+        for row, ids in enumerate(prompts):
+            alone = model.init_state(1, 256)
+            want = engine.read([ids], alone)
+            assert (logits[row] - want[0]).abs().max() <= 1e-5 * want.abs().max()
+            for mine, theirs in zip(state.layers, alone.layers, strict=True):
+                for name, x in theirs.tensors.items():
+                    limit = 1e-5 * x.abs().max().item()
+                    assert (mine.tensors[name][row] - x[0]).abs().max() <= limit, (name, len(ids))
+        assert not any(x[3].any() for layer in state.layers for x in layer.tensors.values())
+        state.clear_()
+
+
+@pytest.mark.parametrize("pattern", RECIPES)
+def test_reading_asks_the_host_for_nothing(pattern):
+    """With tensors that have no values, where a shape or a branch that depends on one is an error: so a graph can hold it."""
+    model = model_of(pattern)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        state, ids = model.init_state(2, 128), torch.ones(2, 64, dtype=torch.int32)
+        assert model(tokens_of(2, 64), segment_ids=ids, state=state, last_only=True).logits.shape == (2, 1, 61)
+        with pytest.raises(DynamicOutputShapeException):
+            torch.nonzero(ids)
+
+
+def test_what_is_read_by_a_graph():
+    engine = Engine(model_of("attn(rope=none, qk_norm=false)"))  # 300 learned positions
+    widths = [Reading.width_of([[1] * n, [1]], engine) for n in (1, 64, 65, 256, 257, 300, 301)]
+    assert widths == [64, 64, 128, 256, 300, 300, None]
+    engine = Engine(model_of("gdn"))
+    assert [Reading.width_of([[1] * n], engine) for n in (1500, 2048, 2049)] == [2048, 2048, None]
+
+
+@pytest.mark.parametrize("window, keep_first", [(None, 0), (24, 0), (7, 3)])
+def test_caches_hold_the_last_tokens_of_the_last_document(window, keep_first):
+    """`append` against writing token by token, with documents, padding and rows without tokens, in several pieces."""
+    options = f"window={window}, keep_first={keep_first}" if window else ""
+    mixer = model_of(f"swa({options})" if window else "attn").blocks[0].mixer
+    state = mixer.init_state(4, 64, dtype=torch.float32)
+    want, count = torch.zeros_like(state.k), [0] * 4
+    for T in (9, 30, 1, 20):
+        ids, k = torch.randint(0, 2, (4, T)).cumsum(1).clamp(min=1), torch.randn(4, T, mixer.Hk, mixer.D)
+        ids[torch.arange(T) >= torch.tensor([[T], [T // 2], [0], [T - 1]])] = 0
+        ids[3] = (ids[3] > 0).int()
+        mixer.append(state, ids, k=k, v=k)
+        for row in range(4):
+            for t in range(int((ids[row] > 0).sum())):
+                count[row] = 0 if t and ids[row, t] != ids[row, t - 1] else count[row]
+                slots, at = want.shape[1] - keep_first, count[row]
+                want[row, at if at < keep_first else keep_first + (at - keep_first) % slots] = k[row, t]
+                count[row] += 1
+        state.advance(T, ids)
+        assert state.length.tolist() == count
+        for row, n in enumerate(count):  # slots beyond hold what earlier documents left
+            assert torch.equal(state.k[row, :n], want[row, :n]) and torch.equal(state.v[row, :n], want[row, :n])
+
+
 def test_buckets():
     assert [bucket_of(n) for n in (1, 2, 3, 5, 33, 64, 65, 97)] == [1, 2, 4, 8, 64, 64, 96, 128]
     assert [capacity_of(n) for n in (1, 256, 257, 16384, 16385, 1_000_000)] == [256, 256, 512, 16384, 32768, 1_015_808]
@@ -62,6 +135,26 @@ def test_captured_steps_write_what_full_evaluation_writes(pattern):
     for row, ids in enumerate(rows):
         assert ids == greedy(cpu, prompts[row // 2] or [EOT], 40)[0]
     assert len(engine.decoder.captured) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", RECIPES)
+def test_a_captured_reading_is_used_again(pattern):
+    """Shorter, longer, ragged and forked prompts, through few graphs; going on from what was read; a prompt too long for one."""
+    model = model_of(pattern).to("cuda")
+    engine, cpu = Engine(model), model_of(pattern)
+    for lengths in ((40,), (7,), (64,), (3, 60, 1), (100,), (5, 5, 5), (64,)):
+        prompts = [tokens_of(1, length)[0].tolist() for length in lengths]
+        rows = columns(Generator(engine, prompts, n=4 // len(prompts), max_new_tokens=6, temperature=0))
+        for row, ids in enumerate(rows):
+            assert ids == greedy(cpu, prompts[row // (4 // len(prompts))], 6)[0]
+    made = [reading for steps in engine.decoder.captured.values() for reading in steps.readings.values()]
+    assert len(made) == 3 and all(reading.graph is not None for reading in made)
+    first = Generator(engine, tokens_of(1, 30)[0].tolist(), max_new_tokens=0)
+    assert list(first) == []
+    after = first.read()
+    turn = Generator(engine, [1, 2, 3], max_new_tokens=5, temperature=0, after=after)
+    assert columns(turn)[0] == greedy(cpu, [*first.prompts[0], 1, 2, 3], 5)[0]
 
 
 @pytest.mark.gpu
