@@ -8,7 +8,7 @@
     python bench.py kernels    # the operators beside their roofline bounds and beside other libraries
     python bench.py first      # seconds of an operator's first call, when nothing has been compiled
     python bench.py tune       # launch options of the Triton kernels, tried on this device
-    python bench.py train      # tokens per second of whole training steps, beside nanoGPT's model and fla's
+    python bench.py train      # tokens per second of whole training steps, beside nanoGPT's model and fla's; on N GPUs by torchrun
 
 Times are medians of wall-clock seconds, devices synchronised. Peak memory is what is alive at the worst moment of a forward and a
 backward pass beyond the inputs: CUDA's own count on a GPU, elsewhere that of `PeakMemory`.

@@ -3,7 +3,7 @@
 A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device. Each model
 runs in a process of its own, twice: first several side by side, with nothing compiled, for the seconds to the first step; then
 alone, with what was compiled, for its speed and memory. Ours are named by recipes or layer patterns; nanoGPT's is the model.py in
-the folder `--nanogpt`.
+the folder `--nanogpt`. Under torchrun ours alone are measured, on all its processes: see scaling.py.
 """
 
 import importlib.util
@@ -24,17 +24,27 @@ import monitor
 import preflight
 from benchmarks.measure import BenchConfig, list_problems, print_table, report, split_list, synchronize, timed, whole_number
 from benchmarks.operators import last_line
-from configurator import TrainConfig
+from benchmarks.scaling import processes, scaling
+from configurator import ConfigError, TrainConfig
 from model import Model, format_bytes
 from optim import Optimizers
 from train import start
 
-RECIPES = Path(__file__).resolve().parent.parent / "configurator" / "recipes" / "124m"
+RECIPES = Path(__file__).resolve().parent.parent / "configurator" / "recipes"
 SIZES = {  # of a layer pattern, and of the peers
     "124m": {"n_layer": 12, "n_embd": 768, "n_head": 6, "vocab_size": 50304},
     "tiny": {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 64},
 }
 NANOGPT, FLA = "nanogpt", "fla"
+PEERS = ("nanogpt", "fla", "processes", "plot")  # settings of one process
+SEVERAL = (
+    "parallel",
+    "context_parallel",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "losses",
+    "single",
+)  # of torchrun
 
 
 class TrainBenchConfig(BenchConfig):
@@ -42,19 +52,29 @@ class TrainBenchConfig(BenchConfig):
 
     layers: str = Field(
         "gpt2; gdn gdn gdn attn(n_head=12); gdn; deltanet; lightning; mamba2",
-        description="recipes of configurator/recipes/124m or layer patterns, separated by semicolons",
+        description="recipes of configurator/recipes or its 124m, or layer patterns, separated by semicolons",
     )
     block_size: str = Field("1024,4096,16384", min_length=1, description="sequence lengths, separated by commas")
-    batch_tokens: int | None = Field(None, ge=1, description="tokens of a step at every length; none: 65536, 256 on a CPU")
-    batch_size: int | None = Field(None, ge=1, description="sequences of a step, instead of batch_tokens")
+    batch_tokens: int | None = Field(None, ge=1, description="tokens of a micro-batch at every length; none: 65536, 256 on a CPU")
+    batch_size: int | None = Field(None, ge=1, description="sequences of a micro-batch, instead of batch_tokens")
     size: Literal["124m", "tiny"] | None = Field(None, description="of layer patterns and peers; none: tiny on a CPU")
     steps: int = Field(20, ge=1, description="timed steps; the median counts")
-    compile: bool | None = Field(None, description="torch.compile; none: on a GPU")
+    compile: bool | None = Field(None, description="torch.compile; none: on a GPU, where nothing but DDP is between its layers")
     nanogpt: str | None = Field(None, description="folder of a nanoGPT checkout, to measure its model too")
     fla: bool = Field(True, description="measure flash-linear-attention's GatedDeltaNet too, if it can be imported")
     processes: int = Field(4, ge=0, description="models side by side for the first step; 0 leaves that out")
     plot: bool = Field(True, description="draw time per token against the length (train.png) if there are several")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is")
+    parallel: Literal["ddp", "fsdp"] | None = Field(None, description="under torchrun: as in train.py")
+    context_parallel: int = Field(1, ge=1, description="under torchrun: processes that share each row")
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="under torchrun: micro-batches of a step, over all processes; none: one each"
+    )
+    activation_checkpointing: bool = Field(False, description="under torchrun: recompute each layer in the backward pass")
+    losses: int = Field(4, ge=0, description="under torchrun: steps, after the first, whose loss is kept and that are not timed")
+    single: str | None = Field(
+        None, min_length=1, description="under torchrun: JSON of the same on one process (train-1.json), to compare with"
+    )
 
     def conflicts(self):
         yield from list_problems(self, "block_size", whole_number)
@@ -66,12 +86,17 @@ def patterns(config):
     return [item.strip() for item in config.layers.split(";") if item.strip()]
 
 
-def settings_of(item, T, batch, size, compiled):
-    """The `TrainConfig` of a recipe or a layer pattern at this length."""
-    flags = {"block_size": T, "batch_size": batch, "compile": compiled, "gradient_accumulation_steps": 1, "dropout": 0.0}
-    recipe = [str(RECIPES / f"{item}.py")] if (RECIPES / f"{item}.py").is_file() else []
+def arguments_of(item, T, batch, size, compiled):
+    """The arguments of train.py for a recipe or a layer pattern at this length. Rows have no documents in them."""
+    flags = {"block_size": T, "batch_size": batch, "compile": compiled, "dropout": 0.0, "document_mask": False}
+    recipe = [str(p) for p in (RECIPES / "124m" / f"{item}.py", RECIPES / f"{item}.py") if p.is_file()][:1]
     flags |= {} if recipe and size == "124m" else SIZES[size] | ({} if recipe else {"layers": item})
-    return configurator.load(TrainConfig, [*recipe, *(f"--{name}={value}" for name, value in flags.items())]).config
+    return [*recipe, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def settings_of(*what):
+    """The `TrainConfig` of those arguments."""
+    return configurator.load(TrainConfig, arguments_of(*what)).config
 
 
 def ours(item, T, batch, size, device, half, compiled, path):
@@ -175,20 +200,41 @@ def run_alone(jobs, processes):
         return list(pool.map(measure, jobs))
 
 
+def without_effect(config, several):
+    """A line for each setting that has no effect under torchrun, or without it."""
+    where = "under torchrun: ours alone are measured" if several else "without torchrun --nproc_per_node=N bench.py train"
+    for name in PEERS if several else SEVERAL:
+        if (value := getattr(config, name)) != TrainBenchConfig.model_fields[name].default:
+            yield f"{name}={value} has no effect {where}"
+
+
 def training(config):
     """Tokens per second of whole training steps, MFU, memory and the time to the first step, beside nanoGPT and fla."""
-    device, _ = preflight.resolve_device(TrainConfig(device=config.device))
+    if "RANK" not in os.environ:
+        return _training(config, None)
+    with processes() as ranks:
+        return _training(config, ranks)
+
+
+def _training(config, ranks):
+    several = ranks is not None
+    if problems := list(without_effect(config, several)):
+        raise ConfigError(problems)
+    device, _ = preflight.resolve_device(TrainConfig(device=config.device), ranks.local if several else None)
     on_gpu = device.type == "cuda"
     size, compiled = config.size or ("124m" if on_gpu else "tiny"), on_gpu if config.compile is None else config.compile
     models = [*patterns(config), *[NANOGPT] * bool(config.nanogpt)]
-    models += [FLA] * (config.fla and on_gpu and importlib.util.find_spec("fla") is not None)
+    models += [FLA] * (config.fla and not several and on_gpu and importlib.util.find_spec("fla") is not None)
     for item in patterns(config):  # what is wrong with a pattern comes before any measuring
         with torch.device("meta"):
             Model(preflight.model_config(settings_of(item, 8, 1, size, compiled)))
-    jobs = []
+    cases = []
     for T in map(int, split_list(config.block_size)):
         batch = config.batch_size or max(1, (config.batch_tokens or (65536 if on_gpu else 256)) // T)
-        jobs += [(item, T, batch, size, str(device), compiled, config.nanogpt, config.steps, config.seed) for item in models]
+        cases += [(item, T, batch) for item in models]
+    if several:
+        return scaling(config, ranks, [(*case, arguments_of(*case, size, config.compile)) for case in cases])
+    jobs = [(*case, size, str(device), compiled, config.nanogpt, config.steps, config.seed) for case in cases]
     if not on_gpu:  # nothing is compiled, and one process is as good as many
         rows = [measure(job) for job in jobs]
     else:

@@ -1,7 +1,7 @@
 """Training runs of several processes, without the imports of each: `python tests/ranks.py '[[4, ["--max_iters=3"]], ...]'`.
 
-Each job is [processes, arguments of train.py]. They run one after the other, in forks of this process that see what torchrun would
-tell them; the first failure is the exit status.
+Each job is [processes, arguments of train.py, or bench.py and its own]. They run one after the other, in forks of this process that
+see what torchrun would tell them; the first failure is the exit status.
 """
 
 import json
@@ -27,7 +27,13 @@ def fork(rank, world, port, argv):
                                               **address}.items()})  # fmt: skip
     sys.argv[1:] = argv
     try:
-        configurator.run(train.main)
+        if argv[:1] == ["bench.py"]:
+            import bench  # which most jobs do not need
+
+            sys.argv[1:] = argv[1:]
+            configurator.run(bench.main)
+        else:
+            configurator.run(train.main)
         status = 0
     except SystemExit as e:
         status = e.code

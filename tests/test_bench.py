@@ -226,6 +226,7 @@ def test_cpu_beside_transformers(tmp_path):
         (["kernels", "--operators=gdm"], "known are gdn"),
         (["train", "--layers=gdm"], "did you mean 'gdn'"),
         (["train", "--nanogpt=/nowhere"], "no model.py"),
+        (["train", "--context_parallel=2"], "context_parallel=2 has no effect without torchrun"),
         (["tune", "--device=cpu"], "tune measures on a GPU"),
         (["kernels", "--shapes=B8 T"], "'B8 T' is no size"),
         (["cpu", "--n_embd=50"], "nearest is 64"),

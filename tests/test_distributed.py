@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import context
 import distributed
 import kernels
 import model as modelling
@@ -142,6 +144,24 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(root, dataset, tmp_path
     assert checkpoint.resolve(out).name == "step-000003"
 
 
+def test_speed_of_several_processes_beside_one(root, tmp_path):
+    """`bench.py train` under torchrun: the same losses whatever the processes share; figures of one to compare with."""
+    common = ["bench.py", "train", "--layers=gdn attn", "--block_size=32", "--batch_size=2", "--steps=6", "--device=cpu"]
+    common += ["--gradient_accumulation_steps=2", "--losses=2"]
+    single = f"--single={tmp_path / 'train-1.json'}"
+    jobs = [(1, [*common, f"--out_dir={tmp_path}"])]
+    for how in ("parallel=fsdp", "context_parallel=2"):
+        jobs.append((2, [*common, f"--{how}", single, f"--out_dir={tmp_path / how}"]))
+    status, printed, err = launch(root, *jobs)
+    assert status == 0 and printed.count("efficiency") == 3, err  # rank 0 alone prints
+    (one,) = json.loads((tmp_path / "train-1.json").read_text())["rows"]
+    assert len(one["losses"]) == 3 and one["tokens_per_step"] == 128 and one["tokens_per_s"] == pytest.approx(128e3 / one["ms"])
+    for _, argv in jobs[1:]:
+        (row,) = json.loads((Path(argv[-1].partition("=")[2]) / "train-2.json").read_text())["rows"]
+        assert row["loss_difference"] < 1e-5 and row["processes"] == len(row["peak_bytes"]) == 2
+        assert row["efficiency"] == pytest.approx(row["tokens_per_s_per_process"] / one["tokens_per_s"])
+
+
 def test_mistakes_are_told_once(root, dataset, tmp_path):
     argv = flags(dataset, tmp_path / "run", "--gradient_accumulation_steps=5", "--parallel=fsdp", "--optimizer=muon")
     status, _, err = launch(root, (2, argv))
@@ -178,6 +198,16 @@ def loss_of(model, call=None):
     tokens = torch.randint(0, 50, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return (call or model)(tokens, tokens, segment_ids=torch.ones_like(tokens, dtype=torch.int32)).nll.sum()
+
+
+def test_the_last_tokens_of_a_row_attend_to_all_of_it():
+    q, k, v = (torch.randn(2, 12, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    for n in (1, 5, 12):
+        results = []
+        for out in (kernels.reference.softmax_attention(q, k, v)[:, -n:], context.causal_tail(q[:, -n:], k, v)):
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_gates_stay_fp32_under_fsdp_mixed_precision(alone, monkeypatch):

@@ -41,6 +41,12 @@ def test_the_recipes_of_a_size_can_be_compared(name):
     assert abs(model_of(RECIPES / "tiny" / f"{name}.py").n_params() / tiny - 1) < 0.031
 
 
+def test_a_billion_parameters():
+    model = model_of(RECIPES / "1b.py")
+    assert model.n_params() == 1_001_755_520
+    assert [spec.name for spec in model.specs] == ["gdn", "gdn", "gdn", "attn"] * 4
+
+
 def test_published_shapes():
     """What the names promise: ratios and order of the layers."""
     kinds = {name: [spec.name for spec in model_of(RECIPES / "124m" / f"{name}.py").specs] for name in NAMES}
