@@ -36,12 +36,12 @@ def interpreted(kernel):
     return not isinstance(kernel, triton.JITFunction)
 
 
-def operand_types(x, kernel):
-    """The type of dot operands for a tensor or dtype x, and the precision of fp32 dots. The interpreter keeps bf16 as bit patterns:
-    fp32 there."""
+def operand_types(x, kernel, wide="tf32x3"):
+    """The type of dot operands for a tensor or dtype x, and the precision of fp32 dots, `wide` if that is the operands' type. The
+    interpreter keeps bf16 as bit patterns: fp32 there."""
     dtype = x if isinstance(x, torch.dtype) else x.dtype
     if interpreted(kernel) or dtype == torch.float32:
-        return {"DOT": tl.float32, "PREC": "tf32x3"}  # ieee spills 45 to 81 KB in the scans and compiles for a minute
+        return {"DOT": tl.float32, "PREC": wide}  # ieee spills 45 to 81 KB in the scans and compiles for a minute
     return {"DOT": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], "PREC": "tf32"}
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from . import triton_selection as selection
 from . import triton_sparse as sparse
-from .launch import direct, operand_types, options, traced
+from .launch import direct, options, traced
 from .triton_selection import QUERIES, padded
 from .triton_sparse import selected_keys
 
@@ -199,7 +199,7 @@ def _inputs(q, k, index_q, index_k, index_w, index, bits, count, lows):
         CAP = index.shape[2]
     J, DI = index_q.shape[2:]
     constants = {"Q": QUERIES, "JB": HEADS, "NJ": triton.cdiv(J, HEADS), "DI": DI, "BDI": padded(DI), "KEYS": keys}
-    constants |= operand_types(q, divergence_kernel)
+    constants |= selection.operands(q, divergence_kernel)
     return (q.contiguous(), k.contiguous()), tuple(x.contiguous() for x in (index_q, index_k, index_w)), lists, CAP, constants
 
 

@@ -268,6 +268,12 @@ def padded(n, least=16):
     return max(least, triton.next_power_of_2(n))
 
 
+def operands(x, kernel):
+    """The type of dot operands. Those of fp32 are not split into tf32: 8 warps halve a tile of 16 columns into wgmmas of 8, which
+    read 8 columns beyond theirs, and behind the last tile that is an illegal access (Triton #10629)."""
+    return operand_types(x, kernel, wide="ieee")
+
+
 @shared_by_layers
 def first_seen(segment_ids, S):
     """The first of the S + T keys that each query may see, `(B, T)` int32: all from there to its own, none at padding."""
@@ -298,7 +304,7 @@ def _scores(inputs, lows, past, length, t0, R, S, local, keys, maxima):
         tile(q, [ROWS, padded(D)]), tile(k[:, :, None], [N, padded(D)]), w, integers if lows is None else lows,
         integers if past is None else past, integers if past is None else length, tile(keys[:, :, None], [ROWS, N]), integers,
         scale, t0, T, S, R, keys.shape[-1], NR, NC, local, J=J, BD=padded(D), HAS_LOWS=lows is not None,
-        HAS_PAST=past is not None, RAW=maxima is None, **operand_types(q, scores_kernel), **chosen,
+        HAS_PAST=past is not None, RAW=maxima is None, **operands(q, scores_kernel), **chosen,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import triton_selection as selection
-from .launch import direct, operand_types, options, traced
+from .launch import direct, options, traced
 from .reference import _keep, cache_positions
 from .triton_selection import LOCAL, QUERIES, UNSEEN, ordered, padded
 
@@ -269,7 +269,7 @@ def attention_shapes(q, k, v, queries=QUERIES):
     G = H // HK
     HB = min(4, triton.next_power_of_2(G)) if queries == QUERIES else padded(G)
     constants = {"Q": queries, "G": G, "HB": HB, "D": D, "V": V, "BD": padded(D), "BV": padded(V)}
-    return (T, S, H), triton.cdiv(G, HB), HK, constants | operand_types(q, attend_kernel)
+    return (T, S, H), triton.cdiv(G, HB), HK, constants | selection.operands(q, attend_kernel)
 
 
 def attend(q, k, v, index, bits, count, lows, scale, keys, out=True):
@@ -386,7 +386,7 @@ def _decode_pass(q, k, v, index_q, index_k, index_w, k_cache, v_cache, index_cac
     new = (x.contiguous() for x in (index_q, index_w, k, v, index_k))
     decode_scores_kernel[(B * NC,)](
         *new, k_cache, v_cache, index_cache, length, keys, maxima, D**-0.5, S, keys.shape[-1], NC, local, KF, VF,
-        J=J, BJ=padded(J), D=D, BD=padded(D), BF=padded(max(KF, VF)), **operand_types(q, decode_scores_kernel), **chosen,
+        J=J, BJ=padded(J), D=D, BD=padded(D), BF=padded(max(KF, VF)), **selection.operands(q, decode_scores_kernel), **chosen,
     )  # fmt: skip
     index, count = selection.marked(keys, maxima, None, 0, 1, keys.shape[-1], top_k, ends=length)
     return attend(q, k_cache, v_cache, index, None, count, None, scale, "list")[0].to(q.dtype)

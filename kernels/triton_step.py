@@ -173,7 +173,7 @@ def linear(
         0 if gate is None else gate.stride(0), NORM="none" if norm is None else norm.kind,
         GATE="none" if gate is None else "before" if gate_first else "after", GATE_ACT=gate_act, ACT=act,
         HAS_BIAS=bias is not None, RESIDUAL=residual is not None, W=0 if conv is None else conv.weight.shape[1],
-        HAS_CONV_BIAS=conv is not None and conv.bias is not None, BM=BM, **launch.operand_types(w, linear_kernel), **options,
+        HAS_CONV_BIAS=conv is not None and conv.bias is not None, BM=BM, **launch.operand_types(w, linear_kernel, wide="ieee"), **options,
     )  # fmt: skip
     return y
 
@@ -484,7 +484,7 @@ def attention(
     give every multiprocessor some.
     """
     (B, H, D), Hk, V, S = q.shape, k.shape[1], v.shape[-1], k_cache.shape[1]
-    types = launch.operand_types(k_cache, attention_kernel)
+    types = launch.operand_types(k_cache, attention_kernel, wide="ieee")
     NS = 1
     while NS < 64 and NS * 128 <= S and 2 * NS * B * Hk <= 512:
         NS *= 2

@@ -13,8 +13,9 @@ of a name, the jitted function, the types of its runtime arguments ("*bf16", "i3
 "tensordesc<bf16[1,1,64,128]>"), the values of its constexpr arguments, the launch options (block sizes among them are constexpr
 arguments too) and the spill stores in bytes a thread that are acceptable; `launches` makes them from a call of an operator. Out of
 bounds are: more spills than that (on sm_80, whose tables are not tuned, eight times as many), more shared memory than a CTA can
-have, wgmma that ptxas serialises, a kernel without a case, and a dot that takes the transpose of another dot's result, which
-Triton before 3.7.1 miscompiles on Hopper. Not to be run with TRITON_INTERPRET set.
+have, wgmma that ptxas serialises, a kernel without a case, a dot that takes the transpose of another dot's result, which Triton
+before 3.7.1 miscompiles on Hopper, and wgmma of 8 columns, which reads memory behind its tile (Triton #10629). Not to be run with
+TRITON_INTERPRET set.
 """
 
 import contextlib
@@ -147,6 +148,8 @@ def compiled(kernel, signature, constants, options, architecture=90):
     faults = ["wgmma serialised"] if "serialized" in log.lower() else []
     if architecture == 90:
         faults += [f"a dot of the transpose of a dot's result: {line}" for line in transposed_results(binary.asm["ttir"])]
+        if "m64n8k" in binary.asm["ptx"]:
+            faults.append("wgmma of 8 columns: more of them to a warp, or fewer warps")
     if shared > PARTS[architecture].cta:
         faults.append(f"more shared memory than {PARTS[architecture].cta} B")
     per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256

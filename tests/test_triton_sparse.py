@@ -167,7 +167,7 @@ def test_eager_is_the_definition_of_the_loss():
 
 def test_the_custom_operators_are_sound():
     """PyTorch's own checks of schema, fake tensors and autograd registration."""
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     (q, k, v), index = qkv(1, 20, 2, 1, 16, 16), index_inputs(1, 20, 2, 8)
     lists = triton_selection.lists_for(*index, 4, 1)
     torch.library.opcheck(triton_selection._select, (*index, None, None, None, 4, 1), test_utils=tests[::2])
