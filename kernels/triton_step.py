@@ -173,7 +173,8 @@ def linear(
         0 if gate is None else gate.stride(0), NORM="none" if norm is None else norm.kind,
         GATE="none" if gate is None else "before" if gate_first else "after", GATE_ACT=gate_act, ACT=act,
         HAS_BIAS=bias is not None, RESIDUAL=residual is not None, W=0 if conv is None else conv.weight.shape[1],
-        HAS_CONV_BIAS=conv is not None and conv.bias is not None, BM=BM, **launch.operand_types(w, linear_kernel, wide="ieee"), **options,
+        HAS_CONV_BIAS=conv is not None and conv.bias is not None, BM=BM,
+        **launch.operand_types(w, linear_kernel, wide="ieee"), **options,
     )  # fmt: skip
     return y
 
