@@ -1,6 +1,7 @@
 """Several processes are one run: the same losses, the same weights, checkpoints that any number of them can continue."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import ROOT
 from tiny import curve, flags, prepare_tiny, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -273,3 +275,13 @@ def test_gradients_are_exchanged_once_a_step(alone):
         with distributed.syncing(training, step == 2):
             loss_of(model, training).backward()
     assert set(exchanged) == {2}
+
+
+@pytest.mark.slow
+def test_the_scaling_script_at_tiny_sizes(tmp_path):
+    environment = os.environ | {"DRY": "1", "OUT": str(tmp_path), "PY": sys.executable, "OMP_NUM_THREADS": "1"}
+    subprocess.run(["bash", "benchmarks/scaling.sh"], cwd=ROOT, env=environment, capture_output=True, check=True)
+    text = (tmp_path / "scaling.txt").read_text()
+    parts = [line for line in text.splitlines() if ": rc " in line]
+    assert len(parts) >= 9 and all(": rc 0 " in line for line in parts), text
+    assert "resume 2 GPUs, then 1" in text and "FAILED" not in text
