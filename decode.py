@@ -11,6 +11,7 @@ Triton's interpreter: slow, for tests.
 
 import copy
 import warnings
+import weakref
 
 import torch
 import torch.nn as nn
@@ -239,7 +240,7 @@ class Decoder:
 
     def __init__(self, engine):
         model, dtype = engine.model, engine.dtype
-        self.engine, self.captured, self.pool = engine, {}, None
+        self.engine, self.captured, self.sizes, self.graphs = engine, {}, {}, weakref.WeakSet()
         self.layers = [
             [Half(block, part, dtype) for part in ("mixer", "ffn") if getattr(block, part) is not None] for block in model.blocks
         ]
@@ -264,8 +265,9 @@ class Decoder:
     def steps(self, rows, capacity, sampling, logprobs):
         """`CapturedSteps` for at least so many rows and tokens: batch sizes and capacities are rounded up, so that few differ."""
         bucket, capacity = bucket_of(rows), capacity_of(capacity)
-        shape = self.engine.model.state_bytes(1, capacity)  # the same for any capacity where nothing grows with it
-        key = bucket, shape, sampling, logprobs
+        if capacity not in self.sizes:
+            self.sizes[capacity] = self.engine.model.state_bytes(1, capacity)
+        key = bucket, self.sizes[capacity], sampling, logprobs  # a size is the same for any capacity where nothing grows with it
         if key not in self.captured:
             while len(self.captured) >= self.KEPT:
                 del self.captured[next(iter(self.captured))]
@@ -276,20 +278,22 @@ class Decoder:
     @torch.inference_mode()
     def record(self, run, what):
         """`run()` as a CUDA graph, after running it twice; None, with a warning, where it cannot be captured."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
         with torch.cuda.stream(side):  # twice before: the first run compiles
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        current.wait_stream(side)
+        # All graphs share one pool: none leaves in it what another's replay may not overwrite. A pool ends with its last graph.
+        graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for other in self.graphs), None)
         try:
-            with torch.cuda.graph(graph, pool=self.pool):  # one pool: no graph leaves in it what another's replay may not overwrite
+            with torch.cuda.graph(graph, pool=pool):
                 run()
         except RuntimeError as e:  # a mixer registered by a user may ask the host
+            torch.cuda.set_stream(current)  # a capture that fails stays on its own
             warnings.warn(f"{what} without a CUDA graph, it cannot be captured: {str(e).splitlines()[0]}", stacklevel=2)
             return None
-        self.pool = graph.pool()
+        self.graphs.add(graph)
         return graph
 
 
@@ -299,8 +303,8 @@ def bucket_of(rows):
 
 
 def capacity_of(tokens):
-    """Powers of two from 256 on, then multiples of 16,384."""
-    return max(256, 1 << (tokens - 1).bit_length()) if tokens <= 16384 else -(-tokens // 16384) * 16384
+    """Powers of two from 1024 on, so that short requests share one graph, then multiples of 16,384."""
+    return max(1024, 1 << (tokens - 1).bit_length()) if tokens <= 16384 else -(-tokens // 16384) * 16384
 
 
 def shared_lengths(state, rows, device):

@@ -209,10 +209,11 @@ def health(model, batch, dtype):
     memory      tokens after which a head's state has shrunk by e, at its mean decay: least, median and most of the heads
     state_norm  Frobenius norm of the heads' states after the batch: mean and most
     recall      attention that a query would give, reading all keys, to those its indexer selects; mean over heads and queries
+    most        the same of the most attended keys, as many: what an indexer could reach
     overlap     share of the selected keys that are among as many most attended ones
     kl          the indexer's training loss, mean over tokens
 
-    recall and overlap count the queries that see more than `top_k` keys, and are null where none does.
+    recall, most and overlap count the queries that see more than `top_k` keys, and are null where none does.
     """
     figures, layer, entered, training = {}, None, None, model.training
 
@@ -258,10 +259,11 @@ def _selection_figures(mixer, q, k, index, segment_ids):
     oracle = kernels.select_top_k(p, distance, mixer.top_k)
     real = torch.ones_like(seen[..., 0]) if segment_ids is None else segment_ids > 0
     counted = (seen.sum(-1) > mixer.top_k) & real
-    recall, overlap = (p * selected).sum(-1)[counted], (oracle & selected).sum(-1)[counted] / mixer.top_k
+    recall, most = ((p * keys).sum(-1)[counted] for keys in (selected, oracle))
+    overlap = (oracle & selected).sum(-1)[counted] / mixer.top_k
     read = {} if mixer.mode == "dense" else limits
     kl = kernels.indexer_kl(q, k, *index, segment_ids=segment_ids, **read)
-    means = {name: x.mean().item() if len(x) else None for name, x in (("recall", recall), ("overlap", overlap))}
+    means = {name: x.mean().item() if len(x) else None for name, x in (("recall", recall), ("most", most), ("overlap", overlap))}
     return {**means, "kl": (kl.sum() / real.sum().clamp(min=1)).item()}
 
 

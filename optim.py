@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import distributed
+from model import SparseAttention
 
 
 def learning_rate(step, config):
@@ -50,6 +51,10 @@ class Optimizers:
             muon = {"lr": config.learning_rate, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
             self.each.append(torch.optim.Muon(matrices, **muon))
         self.parameters = [p for o in self.each for group in o.param_groups for p in group["params"]]
+        self.clipped = [self.parameters]
+        if config.indexer == "joint":  # two losses: the norm of one must not shorten the steps of the other
+            own = {p for m in model.modules() if isinstance(m, SparseAttention) for p in m.indexer_parameters()}
+            self.clipped = [[p for p in self.parameters if (p in own) == mine] for mine in (False, True)]
 
     def set_learning_rate(self, value):
         for o in self.each:
@@ -60,12 +65,16 @@ class Optimizers:
                     group["lr"] = value
 
     def clip(self, most, scale):
-        """Undo the loss's `scale`, clip the gradient's norm to `most` (0: no limit); returns the norm before, over all ranks."""
+        """Undo the loss's `scale`, clip the gradient's norm to `most` (0: no limit); returns the norm before, over all ranks.
+
+        Where the indexers learn beside the rest, theirs and the rest's are clipped each by itself.
+        """
         if scale != 1:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.div_(scale)
-        return distributed.whole(nn.utils.clip_grad_norm_(self.parameters, most or math.inf))
+        norms = [distributed.whole(nn.utils.clip_grad_norm_(part, most or math.inf)) for part in self.clipped]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self):
         for o in self.each:

@@ -30,6 +30,7 @@ CHANGEABLE = {
     "eval_interval",
     "eval_iters",
     "eval_only",
+    "stop_loss",
     "log_interval",
     "save_interval",
     "keep_last",

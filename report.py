@@ -68,6 +68,8 @@ def read_run(path):
     curves = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     validation = [line["val_bits_per_byte"] for line in curves if "val_bits_per_byte" in line]
     scores = {"validation bits_per_byte": min(validation)} if validation else {}
+    answers = [line["val_accuracy"] for line in curves if "val_accuracy" in line]  # of a made task
+    scores |= {"validation accuracy": max(answers)} if answers else {}
     chance, conditions = {}, {}
     for file in sorted(folder.parent.glob(f"eval-*-{folder.name}.json"), key=lambda p: p.stat().st_mtime):  # the newest wins
         record = json.loads(file.read_text())
@@ -370,7 +372,8 @@ def _curve(axis, variant, key, color):
 
 def _pareto(axis, variants, colors):
     """The best measure of recall there is, against the bytes of state at block_size."""
-    measures = ("mqar acc", "needle_multi acc", "needle_single acc", "recall recalled_perplexity", "validation bits_per_byte")
+    measures = ("mqar acc", "validation accuracy", "needle_multi acc", "needle_single acc", "recall recalled_perplexity")
+    measures += ("validation bits_per_byte",)
     metric = next((m for m in measures if all(v.values(m) for v in variants)), None)
     if metric is None:
         axis.set_axis_off()

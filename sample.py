@@ -285,8 +285,8 @@ class Generator:
             if eot is None:
                 raise ConfigError("the prompt is empty: it needs at least one token, such as the one that opens a document")
             ids = [eot]
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
+        if ids and (min(ids) < 0 or max(ids) >= vocab):
+            wrong = next(i for i in ids if not 0 <= i < vocab)
             raise ConfigError(f"the prompt has token id {wrong}: allowed are 0 to {vocab - 1}")
         return ids
 

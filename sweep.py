@@ -5,7 +5,8 @@
 
 Every setting of train.py is one here, for all runs alike. With several learning rates the first seed tries them all for each
 pattern, and the other seeds are trained with the best (--pilot=false: all of them with all). The same command goes on where it was
-stopped: what is finished is kept, what was interrupted is resumed.
+stopped: what is finished is kept, what was interrupted is resumed. After each run sweep.md has what there is so far. A run that
+fails is named, and the exit code is 1; the others are compared.
 """
 
 import functools
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -28,9 +30,14 @@ from configurator import ConfigError, ModelConfig, TrainConfig, parse_layers
 from data.prepare import prepare_builtin
 from data.tokens import Dataset
 from model import Model
+from preflight import CHANGEABLE
 
 HERE = Path(__file__).resolve().parent
 WIDTH_STEP = 8  # the feed-forward width is matched in these
+LOGGED = (  # of metrics.jsonl: name, title, which is the best, form
+    ("val_bits_per_byte", "bits per byte", min, ".4f"),
+    ("val_accuracy", "answers", max, ".2%"),  # of made tasks
+)
 
 
 class SweepConfig(TrainConfig):
@@ -45,7 +52,7 @@ class SweepConfig(TrainConfig):
     )
     tasks: str | None = Field("heldout_bpb", min_length=1, description="what eval.py scores each run on; none: nothing")
     eval_flags: str = Field("", description='further flags of eval.py, such as "--limit=200"')
-    jobs: int = Field(1, ge=1, description="runs at the same time")
+    jobs: int | None = Field(None, ge=1, description="runs at the same time, spread over the GPUs; none: one a GPU")
     torchrun: int | None = Field(None, ge=1, description="processes of each run, on as many GPUs; none: one, without torchrun")
     sweep_dir: str = Field("out/sweep", min_length=1, description="folder of the runs and the report")
 
@@ -154,8 +161,10 @@ class Job:
 
     def __init__(self, config, flags, pattern, n_ffn, rate, seed):
         self.config, self.pattern, self.rate, self.seed = config, pattern, rate, seed
+        self.trained, self.read = False, (None, [])
         name = "".join(c if c.isalnum() or c in "*=," else "-" for c in pattern).strip("-")
         self.folder = Path(config.sweep_dir) / f"{name}_lr{rate:g}_seed{seed}"
+        self.changed = [flag for flag in flags if flag[2:].partition("=")[0] in CHANGEABLE]  # since it was begun, perhaps
         width = [] if n_ffn is None else [f"--n_ffn={n_ffn}"]
         self.flags = [
             *flags,
@@ -168,13 +177,14 @@ class Job:
 
     def train_command(self):
         """The command that trains it or goes on with it; None if it is done."""
-        step = self._step()
-        if step == self.config.max_iters:
+        meta = self.meta()
+        self.trained = meta is not None and self.finished(meta)
+        if self.trained:
             return None
         launch = [sys.executable]
         if self.config.torchrun is not None:
             launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.config.torchrun}"]
-        rest = [f"--resume={self.folder}"] if step is not None else [*self.flags, "--overwrite"]
+        rest = [f"--resume={self.folder}", *self.changed] if meta is not None else [*self.flags, "--overwrite"]
         return [*launch, str(HERE / "train.py"), *rest]
 
     def eval_command(self):
@@ -191,26 +201,78 @@ class Job:
     def scored(self):
         (self.folder / "scored").write_text(self.mark)
 
-    def _step(self):
+    def meta(self):
+        """What the last checkpoint says; None if there is none."""
         try:
-            return checkpoint.open_checkpoint(self.folder)[1]["step"]
+            return checkpoint.open_checkpoint(self.folder)[1]
         except ConfigError:
             return None
 
-    def score(self):
-        """Best validation bits per byte."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return min(line["val_bits_per_byte"] for line in lines if "val_bits_per_byte" in line)
+    def finished(self, meta):
+        """Whether that checkpoint is the end: at max_iters, or validated at a loss of at most stop_loss."""
+        low, loss = self.config.stop_loss, meta.get("val_loss")
+        reached = low is not None and loss is not None and meta["evaluated"] == meta["step"] and loss <= low
+        return reached or meta["step"] == self.config.max_iters
+
+    def logged(self):
+        """metrics.jsonl, line by line."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        version = (path.stat().st_mtime_ns, path.stat().st_size)
+        if self.read[0] != version:
+            self.read = version, [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return self.read[1]
+
+    def best(self, name, choose=min):
+        """The least (or the most) that was logged under `name`; None if nothing was."""
+        return choose((line[name] for line in self.logged() if line.get(name) is not None), default=None)
+
+    def scores(self):
+        """{"task metric": value} of eval.py's results: the means over all documents of a task."""
+        files = sorted(self.folder.glob("eval-*.json"), key=lambda path: path.stat().st_mtime)  # the newest wins
+        found = {}
+        for task, metrics in ((task, m) for file in files for task, m in json.loads(file.read_text())["results"].items()):
+            for name, value in metrics.items():
+                plain = name.partition(",")[0]
+                part = "acc_" in plain or plain.endswith(("_stderr", "chance", "byte_perplexity"))
+                if "," in name and isinstance(value, int | float) and not part:
+                    found[f"{task} {plain}"] = value
+        return found
+
+    def spend(self, seconds):
+        """Add to the seconds of training, which are kept beside the run; returns them."""
+        kept = self.folder / "seconds"
+        total = seconds + (float(kept.read_text()) if kept.is_file() and self.logged() else 0)
+        if seconds:
+            kept.write_text(f"{total:.1f}")
+        return total
 
 
-def run_all(jobs, at_once):
-    """Bring all jobs to their end, some at once; returns a line for each that failed. What they print goes to log.txt of each."""
-    waiting, running, failed = [(job, "train") for job in jobs], {}, []
+def visible_gpus(config):
+    """The GPUs that jobs are spread over, as CUDA_VISIBLE_DEVICES names them; none where all jobs take the same device."""
+    if config.torchrun is not None or config.device not in (None, "cuda"):
+        return []
+    n, given = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(n)] if given is None else listed(given, ",")[:n]
+    return names if len(names) > 1 else []
+
+
+def run_all(jobs, at_once, gpus=(), after=lambda: None):
+    """Bring all jobs to their end, some at once, each on the GPU with the fewest; {job: why} of those that failed.
+
+    What they print goes to log.txt of each. `after()` is called when something has ended.
+    """
+    waiting, running, failed = [(job, "train") for job in jobs], {}, {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job, phase = waiting.pop(0)
-                command = job.train_command() if phase == "train" else job.eval_command()
+                try:
+                    command = job.train_command() if phase == "train" else job.eval_command()
+                except ConfigError as error:
+                    failed[job] = f"{job.folder}: {phase}: {error}"
+                    continue
                 if command is None:
                     if phase == "train":
                         waiting.insert(0, (job, "eval"))
@@ -219,23 +281,36 @@ def run_all(jobs, at_once):
                 log = open(job.folder / "log.txt", "a")
                 log.write(f"{shlex.join(command)}\n")
                 log.flush()
-                print(f"{job.folder.name}: {phase}", flush=True)
-                running[subprocess.Popen(command, stdout=log, stderr=log, cwd=Path.cwd())] = (job, phase, log)
+                taken = [gpu for *_, gpu in running.values()]
+                gpu = min(gpus, key=taken.count, default=None)
+                print(f"{job.folder.name}: {phase}{'' if gpu is None else f' on GPU {gpu}'}", flush=True)
+                env = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+                process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path.cwd(), env=env)
+                running[process] = (job, phase, log, time.monotonic(), gpu)
             time.sleep(0.1)
             for process in [p for p in running if p.poll() is not None]:
-                job, phase, log = running.pop(process)
+                job, phase, log, began, _ = running.pop(process)
                 log.close()
+                if phase == "train":
+                    job.spend(time.monotonic() - began)
                 if process.returncode:
-                    failed.append(f"{job.folder}: {phase} ended with {process.returncode}: {_last_line(job.folder / 'log.txt')}")
+                    failed[job] = f"{job.folder}: {phase} ended with {process.returncode}: {_last_line(job.folder / 'log.txt')}"
+                    print(failed[job], flush=True)
                 elif phase == "train":
+                    job.trained = True
                     waiting.insert(0, (job, "eval"))
                 else:
                     job.scored()
+                after()
     finally:
         for process in running:  # of an interrupted sweep: they save and stop
             process.terminate()
-        for process in running:
+        for process, (job, phase, _, began, _) in running.items():
             process.wait()
+            if phase == "train":
+                job.spend(time.monotonic() - began)
+        if running:
+            after()
     return failed
 
 
@@ -259,47 +334,103 @@ def main(argv):
     flags = [f"--{name}={_text(getattr(config, name))}" for name in given if name not in skipped]
     patterns, seeds = listed(config.patterns), numbers(config.seeds, int)
     rates = numbers(config.learning_rates, float) if config.learning_rates else [config.learning_rate]
-    widths = matched_widths(config, patterns)
+    widths, gpus = matched_widths(config, patterns), visible_gpus(config)
+    at_once = config.jobs or max(1, len(gpus))
+    begun = {}  # {(pattern, rate, seed): job} in the order in which they came up
 
-    def jobs_of(pattern, some_rates, some_seeds):
-        return [Job(config, flags, pattern, widths[pattern], rate, seed) for rate in some_rates for seed in some_seeds]
+    def bring(pattern_rates, some_seeds):
+        """Run these patterns and rates with these seeds; returns (jobs that are done, {job: why} of the others)."""
+        jobs = []
+        for pattern, rate in pattern_rates:
+            for seed in some_seeds:
+                job = begun.get((pattern, rate, seed)) or Job(config, flags, pattern, widths[pattern], rate, seed)
+                jobs.append(begun.setdefault((pattern, rate, seed), job))
+        failed = run_all([job for job in jobs if job not in lost], at_once, gpus, after)
+        return [job for job in jobs if job not in failed and job not in lost], failed
 
-    print(f"{len(patterns)} patterns, {len(rates)} learning rates, {len(seeds)} seeds in {config.sweep_dir}", flush=True)
-    first = seeds[:1] if config.pilot and len(rates) > 1 else seeds
-    jobs = [job for pattern in patterns for job in jobs_of(pattern, rates, first)]
-    failed = run_all(jobs, config.jobs)
-    if not failed:
-        best = {pattern: _best_rate([job for job in jobs if job.pattern == pattern]) for pattern in patterns}
-        print("\n".join(_rate_table(jobs, rates, patterns)))
-        jobs = [job for pattern in patterns for job in jobs_of(pattern, [best[pattern]], seeds)]
-        failed = run_all(jobs, config.jobs)
-    if failed:
-        raise ConfigError(failed)
-    compared = [str(job.folder) for job in jobs]
+    def after():
+        Path(config.sweep_dir).mkdir(parents=True, exist_ok=True)
+        text = summary(list(begun.values()), patterns, rates, lost)
+        beside = Path(config.sweep_dir) / ".sweep.md"
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, beside.with_name("sweep.md"))
+
+    lost = {}  # {job: why} of the jobs that failed
+    several = f" on {len(gpus)} GPUs" if gpus else ""
+    print(f"{len(patterns)} patterns, {len(rates)} learning rates, {len(seeds)} seeds in {config.sweep_dir}{several}", flush=True)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the runs are told to stop, too
+    try:
+        pilot = seeds[:1] if config.pilot and len(rates) > 1 else seeds
+        done, failed = bring([(pattern, rate) for pattern in patterns for rate in rates], pilot)
+        lost |= failed
+        best = {pattern: _best_rate([job for job in done if job.pattern == pattern]) for pattern in patterns}
+        done, failed = bring([(pattern, rate) for pattern, rate in best.items() if rate is not None], seeds)
+        lost |= failed
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    after()
+    print((Path(config.sweep_dir) / "sweep.md").read_text(encoding="utf-8"), flush=True)
+    compared = [str(job.folder) for job in done]
     command = [sys.executable, str(HERE / "eval.py"), "--compare", *compared, f"--out_dir={config.sweep_dir}"]
     device = [f"--device={config.device}"] if config.device is not None else []
     if len(compared) > 1 and subprocess.run([*command, *device], check=False, env=os.environ).returncode:
         raise ConfigError(f"the report failed; again by itself: {shlex.join(command)}")
+    if lost:
+        print("\n".join(f"failed: {why}" for why in lost.values()), file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def _best_rate(jobs):
-    """The learning rate with the lowest mean score."""
-    rates = dict.fromkeys(job.rate for job in jobs)
-    return min(rates, key=lambda rate: sum(job.score() for job in jobs if job.rate == rate))
+    """The learning rate with the lowest mean of the best validation bits per byte; None if no job is done."""
+    scores = {}
+    for job in jobs:
+        scores.setdefault(job.rate, []).append(job.best("val_bits_per_byte"))
+    scores = {rate: sum(s) / len(s) for rate, s in scores.items() if None not in s}
+    return min(scores, key=scores.get, default=None)
 
 
-def _rate_table(jobs, rates, patterns):
-    """Validation bits per byte of the pilot, as Markdown."""
-    rows = [["bits per byte at learning rate", *(f"{rate:g}" for rate in rates)]]
+def summary(jobs, patterns, rates, lost):
+    """What there is of a sweep so far, as Markdown: the patterns at each rate, and every run."""
+    lines = ["# Sweep", ""]
+    logged = [entry for entry in LOGGED if any(job.best(entry[0]) is not None for job in jobs)]
+    scores = {job: job.scores() for job in jobs}
+    tasks = list(dict.fromkeys(name for found in scores.values() for name in found))
+    for entry in logged:
+        lines += [*_rate_table(jobs, patterns, rates, *entry), ""]
+    rows = [["pattern", "rate", "seed", "steps", "loss", *(title for _, title, *_ in logged), *tasks, "seconds"]]
+    for job in jobs:
+        steps = job.best("step", max)
+        if steps is None and job not in lost:
+            continue
+        part = "" if job.trained else f" of {job.config.max_iters}"
+        state = " (failed)" if job in lost else ""
+        figures = [_cell(job.best("val_loss"), ".4f"), *(_cell(job.best(name, choose), form) for name, _, choose, form in logged)]
+        figures += [_cell(scores[job].get(task), ".4g") for task in tasks] + [f"{job.spend(0):.0f}"]
+        rows.append([f"`{job.pattern}`", f"{job.rate:g}", str(job.seed), f"{steps or 0}{part}{state}", *figures])
+    lines += [*table(rows, names=False), ""]
+    return "\n".join([*lines, *(f"- failed: {why}" for why in lost.values())]).rstrip() + "\n"
+
+
+def _rate_table(jobs, patterns, rates, name, title, choose, form):
+    """Means over the seeds of the best of what was logged under `name`, at each learning rate."""
+    rows = [[f"{title} at learning rate", *(f"{rate:g}" for rate in rates)]]
     for pattern in patterns:
-        scores = {rate: [job.score() for job in jobs if (job.pattern, job.rate) == (pattern, rate)] for rate in rates}
-        rows.append([pattern, *(f"{sum(s) / len(s):.4f}" for s in scores.values())])
+        cells = []
+        for rate in rates:
+            found = [job.best(name, choose) for job in jobs if (job.pattern, job.rate) == (pattern, rate)]
+            found = [value for value in found if value is not None]
+            cells.append(_cell(sum(found) / len(found) if found else None, form))
+        rows.append([pattern, *cells])
     return table(rows)
 
 
-def table(rows):
-    """Markdown lines of a table, the first row its head."""
-    head, *body = [["`" + c + "`" if i and r == 0 else c for i, c in enumerate(row)] for r, row in enumerate(rows)]
+def _cell(value, form):
+    return "" if value is None else f"{value:{form}}"
+
+
+def table(rows, names=True):
+    """Markdown lines of a table, the first row its head; whose cells are names, of variants say."""
+    head, *body = [["`" + c + "`" if names and i and r == 0 else c for i, c in enumerate(row)] for r, row in enumerate(rows)]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 

@@ -179,6 +179,24 @@ def evaluate(model, dataset, config, forward, tally, ranks, signals):
     return None if stopped else tally.read(ranks)
 
 
+@torch.no_grad()
+def exact_answers(model, dataset, config, forward, device, rows=16):
+    """Share of the labels that are the most likely token, over the batches of `evaluate`; every rank takes all of them."""
+    model.eval()
+    hits, labels = torch.zeros((), dtype=torch.long, device=device), 0
+    batches = loading.heldout_batches(
+        dataset.val, config.block_size, config.batch_size, config.document_mask, max_batches=config.eval_iters
+    )
+    for batch in batches:
+        for i in range(0, config.batch_size, rows):  # the logits of all rows at once are large
+            part = move(loading.Batch(*(None if x is None else x[i : i + rows] for x in batch)), device)
+            output, _ = forward(part._replace(labels=None), model)
+            hits += ((output.logits.argmax(-1) == part.labels) & (part.labels >= 0)).sum()
+        labels += int((batch.labels >= 0).sum())
+    model.train()
+    return hits.item() / labels
+
+
 def empty_batch(config):
     """A batch of padding."""
     tokens = torch.zeros(config.batch_size, config.block_size, dtype=torch.long)
@@ -251,6 +269,7 @@ class Trainer:
         self.tally, self.held_out = (Tally(plan.dataset.tokenizer, device) for _ in range(2))
         self.finite = Finite(device, late=config.non_finite == "stop" and not self.scaler.enabled)
         self.step, self.evaluated, self.skipped, self.skips_in_a_row, self.best, self.wandb_id = 0, 0, 0, 0, None, None
+        self.val_loss = None  # of the last validation, at step `evaluated`
         if plan.meta is not None:
             self.restore(plan.folder, plan.meta)
         self.saved = self.step
@@ -271,7 +290,7 @@ class Trainer:
         checkpoint.load_optimizer(self.model, self.optimizer, folder)
         self.scaler.load_state_dict(meta["loss_scale"])
         self.step, self.evaluated, self.skipped = meta["step"], meta["evaluated"], meta["skipped"]
-        self.best, self.wandb_id = meta["best_bits_per_byte"], meta["wandb_id"]
+        self.best, self.wandb_id, self.val_loss = meta["best_bits_per_byte"], meta["wandb_id"], meta.get("val_loss")
         if self.ranks.rank == 0:
             self.tally.sums += torch.tensor(meta["tally"], dtype=self.tally.sums.dtype, device=self.device)
 
@@ -405,16 +424,21 @@ class Trainer:
                 f"the validation loss is {loss} at step {self.step}: this step is not saved, {self.saver.last()}; "
                 "try a lower --learning_rate"
             )
-        self.evaluated, improved = self.step, math.isfinite(bpb) and (self.best is None or bpb < self.best)
+        self.evaluated, self.val_loss = self.step, loss if math.isfinite(loss) else None  # JSON has no nan
+        improved = math.isfinite(bpb) and (self.best is None or bpb < self.best)
         improved &= self.config.indexer != "only"  # these scores do not measure it: the last save is what to go on from
         self.best = bpb if improved else self.best
-        mark = " (best so far)" if improved else ""
+        answers = None
+        if self.plan.dataset.val.row and self.context is None:  # a made task, of whose tokens only the answers have labels
+            answers = exact_answers(self.model, self.plan.dataset, self.config, self.forward, self.device)
+        mark = ("" if answers is None else f", {answers:.2%} of the answers") + (" (best so far)" if improved else "")
         self.progress.say(f"step {self.step:>5}: validation loss {loss:.4f}, {bpb:.4f} bits per byte{mark}")
         sample = next(loading.heldout_batches(self.plan.dataset.val, self.config.block_size, 1, self.config.document_mask))
         health = monitor.health(self.model, move(sample, self.device), self.half)
         if (line := monitor.selection_line(health)) is not None:
             self.progress.say(line)
-        self.log.write(step=self.step, val_loss=loss, val_bits_per_byte=bpb, health=health)
+        scored = {} if answers is None else {"val_accuracy": answers}
+        self.log.write(step=self.step, val_loss=loss, val_bits_per_byte=bpb, **scored, health=health)
         return improved
 
     def save(self, best):
@@ -424,6 +448,8 @@ class Trainer:
             "step": self.step,
             "tokens": self.step * self.plan.tokens_per_step,
             "evaluated": self.evaluated,
+            "val_loss": self.val_loss,
+            "ended": "stop_loss" if self.low_enough() else "max_iters" if self.step == self.config.max_iters else None,
             "skipped": self.skipped,
             "best_bits_per_byte": self.best,
             "tally": sums,
@@ -476,24 +502,33 @@ class Trainer:
             epoch=self.plan.loader.epoch,
         )
 
+    def low_enough(self):
+        """Whether this step was validated, at a loss of at most `stop_loss`."""
+        wanted = self.config.stop_loss
+        return wanted is not None and self.evaluated == self.step > 0 and self.val_loss is not None and self.val_loss <= wanted
+
     def due(self, interval):
         return self.step % interval == 0 or self.step == self.config.max_iters
 
     def loop(self):
-        """Evaluate and save when due, then one step, until `max_iters` or a signal. True if a signal ended it."""
+        """Evaluate and save when due, then one step, until `max_iters`, `stop_loss` or a signal. True if a signal ended it."""
         config = self.config
         self.model.train()
         while True:
             began, improved = time.perf_counter(), False
-            if self.due(config.eval_interval) and self.evaluated < self.step:
+            fresh = self.due(config.eval_interval) and self.evaluated < self.step
+            if fresh:
                 improved = self.validate()
             save, self.signals.save = self.signals.save, False
             stop, save = self.ranks.sum(self.signals.asked > 0, save)
-            ending = stop or self.step == config.max_iters
-            if improved or self.saved < self.step and (save or ending or self.due(config.save_interval)):
+            enough = self.low_enough()
+            finished = enough or self.step == config.max_iters
+            ending = stop or finished
+            due = save or ending or self.due(config.save_interval)
+            if improved or fresh and enough or due and self.saved < self.step:
                 self.save(improved)
             if ending:
-                return self.step < config.max_iters or self.evaluated < self.step
+                return not finished or self.evaluated < self.step
             self.clock.pause(began)
             done = self.do_step()
             if self.due(config.log_interval):
@@ -563,8 +598,12 @@ def train(plan, argv, ranks):
         ranks.leave()
         sys.exit(128 + (trainer.signals.asked or signal.SIGTERM))
     best = "" if trainer.best is None else f", best {trainer.best:.4f} bits per byte"
+    on = f"--max_iters={2 * trainer.step}"
+    if trainer.low_enough():
+        print(f"the validation loss {trainer.val_loss:.4f} is at most stop_loss={plan.config.stop_loss}")
+        on = "--stop_loss=none"
     print(f"done: {trainer.step} steps{best}; see what it writes with:\npython sample.py {plan.run}")
-    print(f"or train on with:\n{monitor.command(again, f'--max_iters={2 * trainer.step}')}", flush=True)
+    print(f"or train on with:\n{monitor.command(again, on)}", flush=True)
     if trainer.saver.failure is not None:
         sys.exit(1)
 

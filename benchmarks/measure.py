@@ -117,12 +117,18 @@ def surroundings(device):
     return {"device": name, "torch": torch.__version__, "triton": triton, "threads": torch.get_num_threads(), "load_before": load}
 
 
-def report(config, name, device, rows, **more):
-    """Write the rows and what they depend on to out_dir/name.json; returns the file's content."""
+def write_report(config, name, device, rows, **more):
+    """Write the rows and what they depend on to out_dir/name.json; returns the file's content and its path."""
     content = {"settings": config.model_dump(), **surroundings(device), "rows": rows, **more}
     path = Path(config.out_dir) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+    return content, path
+
+
+def report(config, name, device, rows, **more):
+    """`write_report`, and a line on the screen that says where; returns the file's content."""
+    content, path = write_report(config, name, device, rows, **more)
     print(f"{', '.join(f'{k} {v}' for k, v in surroundings(device).items())}; written to {path}")
     return content
 

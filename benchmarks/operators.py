@@ -1,13 +1,15 @@
 """`bench.py kernels`: each operator beside its roofline bound and beside the same operator of every library that is installed.
 
 Everything is compiled first, in processes side by side, each of which runs one operator or peer once: what Triton compiles stays in
-its cache on disk. Then one process measures, alone on the device, ours first; a peer that is not ready after `peer_seconds` (those
-that tune themselves take minutes) is a line that says so. What a peer chose beside the other processes is kept: choosing again
-alone would take the minutes once more. Every row is printed when it is known.
+its cache on disk. Then one process measures, alone on the device, ours and what PyTorch has. The peers in TUNING follow, each
+measured by the process that tuned it. They choose among all of their own configurations, but by the best of the runs in 15 ms where
+Triton takes the median of those in 100 ms, and while other processes use the device: of configurations that are nearly alike they
+may miss the fastest. With `peer_device` they tune on another GPU while ours are compiled and measured. A peer that is not ready
+after `peer_seconds` is a line that says so. Every row is printed and written when it is known.
 """
 
 import contextlib
-import math
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -15,7 +17,9 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -30,13 +34,18 @@ from benchmarks.measure import (
     report,
     split_list,
     synchronize,
+    write_report,
 )  # fmt: skip
+from benchmarks.peers import Workers
 from benchmarks.workloads import WORKLOADS, bound_ms, sizes
-from configurator import TrainConfig
+from configurator import ConfigError, TrainConfig
 from model import format_bytes
 from preflight import resolve_device
 
 OURS = ("ours", "triton")
+TUNING = ("fla", "flash_qla", "mamba_ssm")  # minutes: dozens of configurations of each kernel, or a C++ compiler
+PEERS = sorted({name for workload in WORKLOADS.values() for name in workload.peers})
+ROW_SECONDS = 60.0  # to measure one shape of a peer that has been compiled
 SHORT = {"B": 2, "T": 128, "H": 2, "G": 1, "K": 16, "V": 16, "D": 16, "J": 2, "I": 8, "k": 16, "w": 32, "doc": 40, "N": 64}
 
 
@@ -45,17 +54,22 @@ class OperatorsConfig(BenchConfig):
 
     operators: str = Field(",".join(WORKLOADS), min_length=1, description="which to measure, separated by commas")
     shapes: str | None = Field(None, description="their sizes, like 'B8 T4096 H16, B1 T999'; none: the usual, tiny on a CPU")
-    peers: bool = Field(True, description="measure other libraries too, where they can be imported")
+    peers: bool | str = Field(True, description="measure other libraries too, where they can be imported; or which: fla,mamba_ssm")
     memory: bool = Field(False, description="peak memory of a forward and backward pass too")
     dtype: str = Field(
         "bfloat16", pattern="^(bfloat16|float16|float32)$", description="type of inputs other than gates; float32 on a CPU"
     )
-    peer_seconds: float = Field(300.0, gt=0, description="how long all peers together may compile")
+    peer_seconds: float = Field(300.0, gt=0, description="how long all peers that tune themselves may take")
+    peer_device: str | None = Field(
+        None, min_length=1, description="another GPU, to tune them on meanwhile; none: `device`, after ours"
+    )
     processes: int = Field(16, ge=1, description="processes that compile, at most one per core")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is")
 
     def conflicts(self):
         yield from operator_problems(self)
+        if isinstance(self.peers, str):
+            yield from list_problems(self, "peers", PEERS.__contains__, f"true, false, or some of {', '.join(PEERS)}")
 
 
 class FirstConfig(BenchConfig):
@@ -94,12 +108,36 @@ def shapes_of(config, name, device):
 # One operator or peer
 
 
+class Job(NamedTuple):
+    operator: str
+    shape: str
+    provider: str
+    dtype: str
+    device: str
+    seed: int
+
+
 def providers(config, name, device):
     """What is measured of a workload: ours as dispatched, Triton's where the dispatch prefers another, and the peers."""
     named = ["ours"]
     if device.type == "cuda" and name in ("attention",):  # SDPA takes the plain causal case
         named.append("triton")
-    return named + (list(WORKLOADS[name].peers) if config.peers and device.type == "cuda" else [])
+    if device.type != "cuda" or not config.peers:
+        return named
+    return named + [peer for peer in WORKLOADS[name].peers if config.peers is True or peer in split_list(config.peers)]
+
+
+def tuning_device(config, device):
+    """The name of the GPU that peers tune themselves on."""
+    if config.peer_device is None:
+        return str(device)
+    others = [f"cuda:{i}" for i in range(torch.cuda.device_count()) if device.type == "cuda" and i != device.index]
+    if config.peer_device not in others:
+        raise ConfigError(f"peer_device={config.peer_device!r} is no GPU beside {device}: there are {', '.join(others) or 'none'}")
+    names = [torch.cuda.get_device_name(x) for x in (device, config.peer_device)]
+    if names[0] != names[1]:
+        raise ConfigError(f"peer_device={config.peer_device!r} is a {names[1]}, {device} a {names[0]}: tune on the same")
+    return config.peer_device
 
 
 def passes(name, shape, provider, dtype, device, seed):
@@ -141,17 +179,28 @@ def last_line(error):
     return f"{type(error).__name__}: {lines[-1].strip()}"[:100]
 
 
-def warm(job):
-    """In a worker: run one job once in both directions, so that its kernels are compiled; None, or what went wrong."""
-    name, shape, provider, dtype, device, seed = job
+def use(device):
+    """Make a GPU the current one: Triton launches there, wherever the tensors are."""
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def warm(job, device=None):
+    """In a worker: run one job once in both directions, so that its kernels are compiled; None, or what went wrong.
+
+    On `device` where it is given, on the job's otherwise.
+    """
+    name, shape, provider, dtype, where, seed = job
+    device = torch.device(device or where)
     os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla would take FlashQLA where it is installed, which is a peer of its own
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes are many already
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _, both = passes(name, shape, provider, getattr(torch, dtype), torch.device(device), seed)
+            use(device)
+            _, both = passes(name, shape, provider, getattr(torch, dtype), device, seed)
             both()
-        synchronize(torch.device(device))
+        synchronize(device)
         return None
     except Exception as error:  # a peer that is missing or refuses is a line in the table, not the end of it
         return last_line(error)
@@ -163,11 +212,10 @@ def _say(pipe, job):
     pipe.send(warm(job))
 
 
-def warm_all(jobs, processes, seconds=math.inf):
-    """What each job said in `warm`, run in processes side by side; those still at it after `seconds` are ended."""
-    context, end = multiprocessing.get_context("spawn"), time.perf_counter() + seconds
-    waiting, running, said = list(jobs), {}, {}
-    while (waiting or running) and time.perf_counter() < end:
+def warm_all(jobs, processes):
+    """What each job said in `warm`, run in processes side by side."""
+    context, waiting, running, said = multiprocessing.get_context("spawn"), list(jobs), {}, {}
+    while waiting or running:
         while waiting and len(running) < min(processes, os.cpu_count()):
             job, (mine, theirs) = waiting.pop(0), context.Pipe(duplex=False)
             running[job] = (context.Process(target=_say, args=(theirs, job), daemon=True), mine)
@@ -182,9 +230,7 @@ def warm_all(jobs, processes, seconds=math.inf):
             process.join()
             del running[job]
         time.sleep(0.05)
-    for process, _ in running.values():
-        process.kill()
-    return said | dict.fromkeys([*waiting, *running], f"not compiled within {seconds:.0f} s")
+    return said
 
 
 def measure(job, with_memory):
@@ -195,12 +241,15 @@ def measure(job, with_memory):
     if provider == "ours":
         row["backend"] = kernels.backend_of(workload.op, device.type)
     try:
+        use(device)
         forward, both = passes(name, shape, provider, getattr(torch, dtype), device, seed)
         row |= {"forward_ms": milliseconds(forward, device), "ms": milliseconds(both, device)}
         if with_memory:
             row["peak_bytes"] = peak_bytes(both, device)
     except Exception as error:
         return row | {"error": last_line(error)}
+    finally:
+        torch.cuda.empty_cache()
     if device.type == "cuda":
         costs = workload.cost(workload.sizes(shape))
         bounds = [bound_ms(cost, torch.cuda.get_device_name(device)) for cost in costs]
@@ -209,34 +258,67 @@ def measure(job, with_memory):
     return row
 
 
+class Rows:
+    """The rows known so far, in the order of the jobs: each is printed and all are written whenever there is one more."""
+
+    def __init__(self, config, device, jobs):
+        self.config, self.device, self.order, self.rows = config, device, {job[:3]: i for i, job in enumerate(jobs)}, []
+
+    def add(self, row):
+        self.rows.append(row)
+        compare(self.rows)
+        print("  ".join(_cells(row, self.config.memory)), flush=True)
+        self.rows.sort(key=lambda row: self.order[row["operator"], row["shape"], row["provider"]])
+        write_report(self.config, "kernels", self.device, self.rows)
+
+
+def failed(job, error):
+    return {"operator": job.operator, "shape": job.shape, "provider": job.provider, "error": error}
+
+
+def measure_here(jobs, rows, config):
+    """Compile the jobs in processes that end, then measure each in this one."""
+    said, start = {}, time.perf_counter()
+    if jobs and torch.device(jobs[0].device).type == "cuda":
+        said = warm_all(jobs, config.processes)
+        print(f"compiled in {time.perf_counter() - start:.0f} s, {list(said.values()).count(None)} of {len(jobs)} run", flush=True)
+    for job in jobs:
+        rows.add(failed(job, said[job]) if said.get(job) else measure(job, config.memory))
+
+
 def operators(config):
     """Milliseconds, the fraction of the roofline bound, and how many times faster ours is than each peer."""
     device, _ = resolve_device(TrainConfig(device=config.device))
-    dtype = config.dtype if device.type == "cuda" else "float32"
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype, tuned_on = config.dtype if device.type == "cuda" else "float32", tuning_device(config, device)
     jobs = [
-        (name, shape, provider, dtype, str(device), config.seed)
+        Job(name, shape, provider, dtype, str(device), config.seed)
         for name in split_list(config.operators)
         for shape in shapes_of(config, name, device)
         for provider in providers(config, name, device)
     ]
     os.environ.setdefault("FLA_FLASH_QLA", "0")
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-    rows = []
-    for part in ([job for job in jobs if job[2] in OURS], [job for job in jobs if job[2] not in OURS]):
-        failed, start = {}, time.perf_counter()
-        if device.type == "cuda" and part:
-            limit = math.inf if part[0][2] in OURS else config.peer_seconds
-            failed = {job: error for job, error in warm_all(part, config.processes, limit).items() if error}
-            print(f"compiled in {time.perf_counter() - start:.0f} s, {len(part) - len(failed)} of {len(part)} run", flush=True)
-        for job in part:
-            row = dict(zip(("operator", "shape", "provider"), job, strict=False)) | {"error": failed.get(job)}
-            rows.append(row if job in failed else measure(job, config.memory))
-            compare(rows)
-            print("  ".join(_cells(rows[-1], config.memory)), flush=True)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    rows.sort(key=lambda row: jobs.index(next(job for job in jobs if job[:3] == (row["operator"], row["shape"], row["provider"]))))
-    compare(rows)
+    rows, start = Rows(config, device, jobs), time.perf_counter()
+    # The first shape of every operator, then the second: a run that is cut off has seen the one that matters most.
+    tuning = [job for job in jobs if job.provider in TUNING]
+    tuning.sort(key=lambda job: shapes_of(config, job.operator, device).index(job.shape))
+    workers = Workers(tuning, lambda job: (job.operator, job.provider), config.processes)
+
+    def tune():
+        workers.warm(functools.partial(warm, device=tuned_on), config.peer_seconds, ready)
+
+    def ready(job, error):
+        print(f"{time.perf_counter() - start:.0f} s  {'  '.join(job[:3])}  {error or 'tuned'}", flush=True)
+
+    with ThreadPoolExecutor(1) as background, contextlib.closing(workers):
+        meanwhile = background.submit(tune) if tuned_on != str(device) else None
+        measure_here([job for job in jobs if job not in tuning], rows, config)
+        meanwhile.result() if meanwhile else tune()
+        for job in tuning:
+            row, error = workers.measure(measure, job, config.memory, seconds=ROW_SECONDS)
+            rows.add(row or failed(job, error))
     print_table(
         [
             "operator",
@@ -249,9 +331,9 @@ def operators(config):
             "ours is faster by",
             *["peak"] * config.memory,
         ],
-        [_cells(row, config.memory) for row in rows],
+        [_cells(row, config.memory) for row in rows.rows],
     )
-    return report(config, "kernels", device, rows)
+    return report(config, "kernels", device, rows.rows)
 
 
 def compare(rows):

@@ -1,20 +1,26 @@
 """`bench.py train`: tokens per second of whole training steps, beside nanoGPT's model and flash-linear-attention's.
 
-A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device. Each model
-runs in a process of its own, twice: first several side by side, with nothing compiled, for the seconds to the first step; then
-alone, with what was compiled, for its speed and memory. Ours are named by recipes or layer patterns; nanoGPT's is the model.py in
-the folder `--nanogpt`. Under torchrun ours alone are measured, on all its processes: see scaling.py.
+A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device. On GPUs
+each model and length has a process of its own: several a GPU compile side by side and take the first step, then wait and are
+measured one at a time, with nothing else running on their GPU. What is known is printed and written at once. Ours are named by
+recipes or layer patterns; nanoGPT's is the model.py in the folder `--nanogpt`. Under torchrun ours alone are measured, on all its
+processes: see scaling.py.
 """
 
+import contextlib
+import gc
 import importlib.util
+import math
 import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,7 +28,17 @@ from pydantic import Field
 import configurator
 import monitor
 import preflight
-from benchmarks.measure import BenchConfig, list_problems, print_table, report, split_list, synchronize, timed, whole_number
+from benchmarks.measure import (
+    BenchConfig,
+    list_problems,
+    print_table,
+    report,
+    split_list,
+    synchronize,
+    timed,
+    whole_number,
+    write_report,
+)  # fmt: skip
 from benchmarks.operators import last_line
 from benchmarks.scaling import processes, scaling
 from configurator import ConfigError, TrainConfig
@@ -36,7 +52,8 @@ SIZES = {  # of a layer pattern, and of the peers
     "tiny": {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 64},
 }
 NANOGPT, FLA = "nanogpt", "fla"
-PEERS = ("nanogpt", "fla", "processes", "plot")  # settings of one process
+PRINTED = 8  # kernels of a profile; the file has more
+ALONE = ("nanogpt", "fla", "devices", "processes", "patience", "cold", "profile", "plot")  # settings without torchrun
 SEVERAL = (
     "parallel",
     "context_parallel",
@@ -60,11 +77,18 @@ class TrainBenchConfig(BenchConfig):
     size: Literal["124m", "tiny"] | None = Field(None, description="of layer patterns and peers; none: tiny on a CPU")
     steps: int = Field(20, ge=1, description="timed steps; the median counts")
     compile: bool | None = Field(None, description="torch.compile; none: on a GPU, where nothing but DDP is between its layers")
+    bias: bool = Field(False, description="biases in the linear layers, ours and nanoGPT's, whose speed runs have none")
     nanogpt: str | None = Field(None, description="folder of a nanoGPT checkout, to measure its model too")
     fla: bool = Field(True, description="measure flash-linear-attention's GatedDeltaNet too, if it can be imported")
-    processes: int = Field(4, ge=0, description="models side by side for the first step; 0 leaves that out")
+    devices: str | None = Field(None, min_length=1, description="share the work: cuda:0,cuda:1; none: device, or else every GPU")
+    processes: int = Field(4, ge=1, description="models that compile side by side on each GPU")
+    patience: float | None = Field(None, gt=0, description="seconds until models that have not taken a first step are left out")
+    cold: Literal["all", "first", "none"] = Field(
+        "all", description="compile from nothing, for the time to the first step: each, those of the first length, or none"
+    )
+    profile: bool = Field(False, description="which kernels take the time of a step")
     plot: bool = Field(True, description="draw time per token against the length (train.png) if there are several")
-    device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is")
+    device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is, or devices")
     parallel: Literal["ddp", "fsdp"] | None = Field(None, description="under torchrun: as in train.py")
     context_parallel: int = Field(1, ge=1, description="under torchrun: processes that share each row")
     gradient_accumulation_steps: int | None = Field(
@@ -80,15 +104,17 @@ class TrainBenchConfig(BenchConfig):
         yield from list_problems(self, "block_size", whole_number)
         if self.nanogpt and not (Path(self.nanogpt) / "model.py").is_file():
             yield {"nanogpt"}, f"nanogpt={self.nanogpt}: there is no model.py in this folder"
+        if self.device and self.devices:
+            yield {"device", "devices"}, f"device={self.device} has no effect beside devices={self.devices}: leave it out"
 
 
 def patterns(config):
     return [item.strip() for item in config.layers.split(";") if item.strip()]
 
 
-def arguments_of(item, T, batch, size, compiled):
+def arguments_of(item, T, batch, size, compiled, bias):
     """The arguments of train.py for a recipe or a layer pattern at this length. Rows have no documents in them."""
-    flags = {"block_size": T, "batch_size": batch, "compile": compiled, "dropout": 0.0, "document_mask": False}
+    flags = {"block_size": T, "batch_size": batch, "compile": compiled, "dropout": 0.0, "document_mask": False, "bias": bias}
     recipe = [str(p) for p in (RECIPES / "124m" / f"{item}.py", RECIPES / f"{item}.py") if p.is_file()][:1]
     flags |= {} if recipe and size == "124m" else SIZES[size] | ({} if recipe else {"layers": item})
     return [*recipe, *(f"--{name}={value}" for name, value in flags.items())]
@@ -99,43 +125,71 @@ def settings_of(*what):
     return configurator.load(TrainConfig, arguments_of(*what)).config
 
 
-def ours(item, T, batch, size, device, half, compiled, path):
-    """The model, a function for the loss of tokens and labels, and its optimizer."""
-    config = settings_of(item, T, batch, size, compiled)
+class Job(NamedTuple):
+    """One row to measure, and where."""
+
+    item: str
+    T: int
+    batch: int
+    size: str
+    device: str
+    compiled: bool
+    bias: bool
+    nanogpt: str | None
+    steps: int
+    seed: int
+    profile: bool = False
+    cache: str | None = None  # folder of what is compiled
+    cold: bool = False  # whether nothing is in it
+
+    @property
+    def row(self):
+        return {"model": self.item, "T": self.T, "batch_size": self.batch, "device": self.device}
+
+
+def ours(job, device):
+    """The model, a function for the loss of tokens and labels, what comes after the backward pass, training FLOPs a token."""
+    config = settings_of(job.item, job.T, job.batch, job.size, job.compiled, job.bias)
     model = start(config, device)
-    run, optimizer = torch.compile(model) if compiled else model, Optimizers(model, config, device)
+    run, optimizer = torch.compile(model) if job.compiled else model, Optimizers(model, config, device)
 
     def loss(tokens, labels):
-        return run(tokens, labels).nll.sum() / labels.numel()
+        return run(tokens, labels, total=True).loss / labels.numel()
 
-    return model, loss, lambda: (optimizer.clip(1.0, 1.0), optimizer.step(), optimizer.zero_grad())
+    return model, loss, lambda: (optimizer.clip(1.0, 1.0), optimizer.step(), optimizer.zero_grad()), model.flops_per_token(job.T)
 
 
-def _peer(model, run, optimizer):
+def _peer(model, run, optimizer, job, alike):
+    """The same of a peer, whose layers mix as ours of the pattern `alike`."""
+
     def finish():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return model, run, finish
+    with torch.device("meta"):
+        same = Model(preflight.model_config(settings_of(alike, job.T, 1, job.size, False, job.bias)))
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    return model, run, finish, 6 * weights + 3 * sum(block.mixer.flops(job.T) for block in same.blocks)
 
 
-def nanogpt(item, T, batch, size, device, half, compiled, path):
-    """GPT of nanoGPT's model.py: the same maths as our gpt2 recipe, without biases and dropout as in its own speed runs."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
+def nanogpt(job, device):
+    """GPT of nanoGPT's model.py: the same maths as our gpt2 recipe, with biases or without."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(job.nanogpt) / "model.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sizes = SIZES[size] | {"n_head": 12 if size == "124m" else 2}
-    model = module.GPT(module.GPTConfig(block_size=T, dropout=0.0, bias=False, **sizes)).to(device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    run = torch.compile(model) if compiled else model
-    return _peer(model, lambda tokens, labels: run(tokens, labels)[1], optimizer)
+    sizes = SIZES[job.size] | {"n_head": 12 if job.size == "124m" else 2}
+    with contextlib.redirect_stdout(None):  # its own count of parameters
+        model = module.GPT(module.GPTConfig(block_size=job.T, dropout=0.0, bias=job.bias, **sizes)).to(device)
+        optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    run = torch.compile(model) if job.compiled else model
+    return _peer(model, lambda tokens, labels: run(tokens, labels)[1], optimizer, job, "attn")
 
 
-def fla(item, T, batch, size, device, half, compiled, path):
+def fla(job, device):
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
-    s = SIZES[size]
+    s = SIZES[job.size]
     model = GatedDeltaNetForCausalLM(
         GatedDeltaNetConfig(
             hidden_size=s["n_embd"], num_hidden_layers=s["n_layer"], num_heads=s["n_head"], head_dim=s["n_embd"] // s["n_head"],
@@ -143,67 +197,168 @@ def fla(item, T, batch, size, device, half, compiled, path):
         )
     ).to(device)  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
-    run = torch.compile(model) if compiled else model
-    return _peer(model, lambda tokens, labels: run(input_ids=tokens, labels=tokens).loss, optimizer)
+    run = torch.compile(model) if job.compiled else model
+    return _peer(model, lambda tokens, labels: run(input_ids=tokens, labels=tokens).loss, optimizer, job, "gdn")
+
+
+class Steps:
+    """The training steps of a job: the first is taken when they are made, and how long that took is `first`."""
+
+    def __init__(self, job):
+        self.job, self.device = job, torch.device(job.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.manual_seed(job.seed)
+        torch.set_float32_matmul_precision("high")  # as nanoGPT does; ours has no fp32 products of size
+        self.half = torch.bfloat16 if self.device.type == "cuda" else None
+        began = time.perf_counter()
+        self.model, self.loss, self.finish, self.flops = {NANOGPT: nanogpt, FLA: fla}.get(job.item, ours)(job, self.device)
+        tokens = torch.randint(SIZES[job.size]["vocab_size"], (job.batch, job.T + 1), device=self.device)
+        self.tokens, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self()
+        synchronize(self.device)
+        self.first = time.perf_counter() - began
+
+    def __call__(self):
+        with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+            value = self.loss(self.tokens, self.labels)
+        value.backward()
+        self.finish()
+
+    def measure(self):
+        """Median over the steps, peak memory, parameters, MFU; with `profile` its kernels."""
+        job, on_gpu = self.job, self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for _ in range(min(3, job.steps - 1)):
+            self()
+        seconds = statistics.median(timed(self, self.device) for _ in range(job.steps))
+        row = {"ms": 1e3 * seconds, "tokens_per_s": job.batch * job.T / seconds}
+        row["parameters"] = sum(p.numel() for p in self.model.parameters())
+        if on_gpu:
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        peak = monitor.peak_flops(self.device, "bfloat16" if self.half else "float32")
+        row["mfu"] = None if peak is None else row["tokens_per_s"] * self.flops / peak
+        return row | ({"profile": kernel_times(self, self.device)} if job.profile else {})
+
+
+def kernel_times(step, device, most=25):
+    """What takes the time of a step: name, calls, ms and share of the `most` costliest kernels, or operations on a CPU."""
+    on_gpu = device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
+        step()
+        synchronize(device)
+    figures = {}
+    for event in profile.key_averages():
+        if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or getattr(event, "is_user_annotation", False)):
+            continue  # launches, and spans that hold kernels
+        ms = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
+        if ms > 0:
+            calls, before = figures.get(event.key, (0, 0.0))
+            figures[event.key] = calls + event.count, before + ms
+    total = sum(ms for _, ms in figures.values())
+    rows = [{"name": name, "calls": calls, "ms": ms, "share": ms / total} for name, (calls, ms) in figures.items()]
+    return sorted(rows, key=lambda row: -row["ms"])[:most]
+
+
+def attempt(work, job):
+    """(work(job), None), or (None, {"error": a line}): out of memory, a peer that is missing."""
+    try:
+        return work(job), None
+    except Exception as e:
+        again = {"again": True} if isinstance(e, torch.OutOfMemoryError) else {}  # others were on the GPU
+        failure = {"error": last_line(e)} | again
+    gc.collect()  # the traceback holds tensors
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None, failure
 
 
 def measure(job):
-    """In a process of its own: one row."""
-    item, T, batch, size, device, compiled, path, steps, seed, *cache = job
-    row = {"model": item, "T": T, "batch_size": batch}
-    if cache:  # of its own
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache[0], "TRITON_CACHE_DIR": os.path.join(cache[0], "triton")}
+    """The row of a job, at once."""
+    steps, failure = attempt(Steps, job)
+    figures, failure = attempt(Steps.measure, steps) if failure is None else (None, failure)
+    return job.row | ({"first_step_s": steps.first} | figures if failure is None else {"error": failure["error"]})
+
+
+def serve(pipe, job):
+    """In a process of its own: the first step, and what it took; when asked, the rest of the row."""
+    if job.cache is not None:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": job.cache, "TRITON_CACHE_DIR": os.path.join(job.cache, "triton")}
+    steps, failure = attempt(Steps, job)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for the others
+    early = {"first_step_s": steps.first if job.cold else None} if failure is None else failure
+    with contextlib.suppress(EOFError, OSError):  # the parent ended
+        pipe.send(early)
+        pipe.recv()
+        if failure is not None:
+            steps, failure = attempt(Steps, job)
+        figures, failure = attempt(Steps.measure, steps) if failure is None else (None, failure)
+        pipe.send(figures if failure is None else {"error": failure["error"]})
+
+
+def on_device(jobs, processes, patience, known):
+    """Do one GPU's jobs: `known(job, figures)` is told of the first steps, taken side by side, then of each row, measured alone."""
+    spawn, busy, ready = multiprocessing.get_context("spawn"), {}, []
+    waiting = sorted(reversed(jobs), key=lambda job: job.item == FLA)  # the last is the next; fla tunes too, so begin with it
+    ends = math.inf if patience is None else time.monotonic() + patience
+
+    def receive(pipe, job):
+        try:
+            figures = pipe.recv()
+        except (EOFError, OSError):
+            figures = {"error": "its process ended"}
+        known(job, {name: value for name, value in figures.items() if name != "again"})
+        return "error" not in figures or "again" in figures
+
+    children = []
     try:
-        return row | steps_of(item, T, batch, size, torch.device(device), compiled, path, steps, seed)
-    except Exception as error:  # out of memory, a peer that is missing: a line of the table
-        return row | {"error": last_line(error)}
+        while waiting or busy:
+            while waiting and len(busy) < processes:
+                mine, theirs = spawn.Pipe()
+                child = spawn.Process(target=serve, args=(theirs, job := waiting.pop()))
+                child.start()
+                theirs.close()
+                children.append(child)
+                busy[mine] = job, child
+            for pipe in wait(list(busy), None if patience is None else max(0.0, ends - time.monotonic())):
+                job, child = busy.pop(pipe)
+                if receive(pipe, job):
+                    ready.append((jobs.index(job), pipe, child))
+            if time.monotonic() > ends:
+                for job in [*waiting, *(job for job, _ in busy.values())]:
+                    known(job, {"error": f"no first step within patience={patience:g} s"})
+                for _, child in busy.values():
+                    child.kill()
+                break
+        for i, pipe, child in sorted(ready, key=lambda entry: entry[0]):
+            with contextlib.suppress(OSError):
+                pipe.send(True)
+            receive(pipe, jobs[i])
+            child.kill()  # which is the quickest way to give its memory back
+            child.join()
+    finally:
+        for child in children:
+            child.kill()
 
 
-def steps_of(item, T, batch, size, device, compiled, path, steps, seed):
-    """Seconds to the first step, then the median over the others, peak memory, parameters and, of ours, MFU."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")  # as nanoGPT does; ours has no fp32 products of size
-    half = torch.bfloat16 if device.type == "cuda" else None
-    began = time.perf_counter()
-    make = {NANOGPT: nanogpt, FLA: fla}.get(item, ours)
-    model, loss, finish = make(item, T, batch, size, device, half, compiled, path)
-    tokens = torch.randint(SIZES[size]["vocab_size"], (batch, T + 1), device=device)
-    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def step():
-        with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            value = loss(tokens, labels)
-        value.backward()
-        finish()
-
-    step()
-    synchronize(device)
-    first = time.perf_counter() - began
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(min(3, steps - 1)):
-        step()
-    seconds = statistics.median(timed(step, device) for _ in range(steps))
-    row = {"first_step_s": first, "ms": 1e3 * seconds, "tokens_per_s": batch * T / seconds}
-    row["parameters"] = sum(p.numel() for p in model.parameters())
-    if device.type == "cuda":
-        row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    if make is ours:
-        peak = monitor.peak_flops(device, "bfloat16" if half else "float32")
-        row["mfu"] = None if peak is None else row["tokens_per_s"] * model.flops_per_token(T) / peak
-    return row
-
-
-def run_alone(jobs, processes):
-    """The rows of jobs, each in a process that ends with it."""
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        return list(pool.map(measure, jobs))
+def side_by_side(jobs, devices, processes, patience, known):
+    """Jobs in order, an equal share to each device: those of one length mostly meet on one GPU."""
+    share = math.ceil(len(jobs) / len(devices))
+    parts = [[job._replace(device=str(device)) for job in jobs[i * share : (i + 1) * share]] for i, device in enumerate(devices)]
+    threads = str(max(1, (os.cpu_count() or 1) // (processes * len(devices))))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)  # which by default takes all cores, each time
+    with ThreadPoolExecutor(len(devices)) as pool:
+        for done in [pool.submit(on_device, part, processes, patience, known) for part in parts if part]:
+            done.result()
 
 
 def without_effect(config, several):
     """A line for each setting that has no effect under torchrun, or without it."""
     where = "under torchrun: ours alone are measured" if several else "without torchrun --nproc_per_node=N bench.py train"
-    for name in PEERS if several else SEVERAL:
+    for name in ALONE if several else SEVERAL:
         if (value := getattr(config, name)) != TrainBenchConfig.model_fields[name].default:
             yield f"{name}={value} has no effect {where}"
 
@@ -216,46 +371,86 @@ def training(config):
         return _training(config, ranks)
 
 
+def devices_of(config, ranks):
+    """The devices to measure on."""
+    names = split_list(config.devices or config.device or "") or [None]
+    if names == [None] and ranks is None and torch.cuda.is_available():
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    local = None if ranks is None else ranks.local
+    return [preflight.resolve_device(TrainConfig(device=name), local)[0] for name in names]
+
+
 def _training(config, ranks):
     several = ranks is not None
     if problems := list(without_effect(config, several)):
         raise ConfigError(problems)
-    device, _ = preflight.resolve_device(TrainConfig(device=config.device), ranks.local if several else None)
-    on_gpu = device.type == "cuda"
+    devices = devices_of(config, ranks)
+    on_gpu = devices[0].type == "cuda"
     size, compiled = config.size or ("124m" if on_gpu else "tiny"), on_gpu if config.compile is None else config.compile
     models = [*patterns(config), *[NANOGPT] * bool(config.nanogpt)]
     models += [FLA] * (config.fla and not several and on_gpu and importlib.util.find_spec("fla") is not None)
     for item in patterns(config):  # what is wrong with a pattern comes before any measuring
         with torch.device("meta"):
-            Model(preflight.model_config(settings_of(item, 8, 1, size, compiled)))
-    cases = []
-    for T in map(int, split_list(config.block_size)):
+            Model(preflight.model_config(settings_of(item, 8, 1, size, compiled, config.bias)))
+    lengths, cases = [int(T) for T in split_list(config.block_size)], []
+    for T in lengths:
         batch = config.batch_size or max(1, (config.batch_tokens or (65536 if on_gpu else 256)) // T)
         cases += [(item, T, batch) for item in models]
     if several:
-        return scaling(config, ranks, [(*case, arguments_of(*case, size, config.compile)) for case in cases])
-    jobs = [(*case, size, str(device), compiled, config.nanogpt, config.steps, config.seed) for case in cases]
-    if not on_gpu:  # nothing is compiled, and one process is as good as many
-        rows = [measure(job) for job in jobs]
+        return scaling(config, ranks, [(*case, arguments_of(*case, size, config.compile, config.bias)) for case in cases])
+    common = size, str(devices[0]), compiled, config.bias, config.nanogpt, config.steps, config.seed, config.profile
+    jobs, table, lock = [Job(*case, *common) for case in cases], {}, threading.Lock()
+    table = {(job.item, job.T): job.row for job in jobs}
+
+    def known(job, figures):
+        with lock:
+            before = {name: value for name, value in table[job.item, job.T].items() if name != "error"}  # which was tried again
+            row = table[job.item, job.T] = before | job.row | figures
+            print(progress(row), flush=True)
+            write_report(config, "train", devices[0], list(table.values()))
+
+    if not on_gpu and len(devices) == 1:  # nothing is compiled, and one process is as good as many
+        for job in jobs:
+            known(job, measure(job))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            jobs = [(*job, os.path.join(folder, str(i))) for i, job in enumerate(jobs)]
-            first = run_alone([(*job[:7], 1, *job[8:]) for job in jobs], config.processes) if config.processes else [{}] * len(jobs)
-            rows = [row | {"first_step_s": early.get("first_step_s")} for row, early in zip(run_alone(jobs, 1), first, strict=True)]
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            jobs = [with_cache(job, config.cold, lengths[0], folder) for job in jobs]
+            side_by_side(jobs, devices, config.processes, config.patience, known)
+    rows = list(table.values())
     head = ["model", "T", "batch", "parameters", "ms", "tokens/s", "MFU", "memory", "first step, s"]
     print_table(head, [_cells(row) for row in rows])
-    content = report(config, "train", device, rows)
+    content = report(config, "train", devices[0], rows)
     if config.plot and "," in config.block_size:
         plot(content, Path(config.out_dir) / "train.png")
     return content
+
+
+def with_cache(job, cold, first, folder):
+    """The job with a folder for what it compiles: an empty one, that of its model's first length, or the user's."""
+    if cold == "none":
+        return job
+    name = job.item if cold == "first" else f"{job.item} {job.T}"
+    return job._replace(cache=os.path.join(folder, name.encode().hex()), cold=cold == "all" or job.T == first)
+
+
+def progress(row):
+    """A line about what has become known of a row, and the costliest kernels of its step."""
+    model, T, batch, _, ms, rate, mfu, memory, last = _cells(row)
+    if "ms" not in row:
+        what = last if "error" in row else f"first step {last} s" if last else "compiled"
+        return f"{model}, T={T}: {what}"
+    lines = [f"{model}, T={T}: {ms} ms, {rate} tokens/s" + (f", MFU {mfu}" if mfu else "") + (f", {memory}" if memory else "")]
+    for kernel in row.get("profile", [])[:PRINTED]:
+        lines.append(f"{kernel['ms']:9.2f} ms {kernel['share']:6.1%} {kernel['calls']:5} x {kernel['name'][:90]}")
+    return "\n".join(lines)
 
 
 def _cells(row):
     cells = [row["model"], row["T"], row["batch_size"]]
     if "error" in row:
         return [*cells, "", "", "", "", "", row["error"]]
-    share, memory, first = row.get("mfu"), row.get("peak_bytes"), row["first_step_s"]
-    cells += [f"{row['parameters'] / 1e6:.1f}M", f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}"]
+    first, memory, share = row.get("first_step_s"), row.get("peak_bytes"), row.get("mfu")
+    cells += [f"{row['parameters'] / 1e6:.1f}M", f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}"] if "ms" in row else [""] * 3
     cells += ["" if share is None else f"{share:.1%}", "" if memory is None else format_bytes(memory)]
     return [*cells, "" if first is None else f"{first:.1f}"]
 

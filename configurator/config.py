@@ -123,6 +123,9 @@ class TrainConfig(ModelConfig):
     eval_interval: int = Field(100, ge=1, description="steps between evaluations")
     eval_iters: int = Field(10, ge=1, description="batches per evaluation")
     eval_only: bool = Field(False, description="evaluate once and stop")
+    stop_loss: float | None = Field(
+        None, gt=0, description="end at the first validation whose loss is at most this, in nats per label; none: at max_iters"
+    )
     log_interval: int = Field(10, ge=1, description="steps between log lines")
     save_interval: int | None = Field(None, ge=1, description="steps between checkpoints; none: eval_interval")
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best one")
@@ -178,6 +181,9 @@ class TrainConfig(ModelConfig):
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         yield from super().conflicts()
+        if self.stop_loss is not None and self.indexer == "only":
+            line = f"stop_loss={self.stop_loss} has no effect with indexer='only', which leaves the loss as it is: drop it"
+            yield {"stop_loss", "indexer"}, line
         if not self.decay_lr:
             return
         if self.min_lr is not None and self.min_lr > self.learning_rate:

@@ -39,6 +39,12 @@ def _find_triton():
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _import(name):
+    importlib.import_module(f".{name}", __name__)
+    return name
+
+
 # Imports cannot be traced: under torch.compile they happen beside the graph, which would else break at every operator.
 @torch.compiler.assume_constant_result
 def _has_triton():
@@ -47,8 +53,7 @@ def _has_triton():
 
 @torch.compiler.assume_constant_result
 def _imported(name):
-    importlib.import_module(f".{name}", __name__)
-    return name
+    return _import(name)
 
 
 def _has(backend, op):

@@ -1,4 +1,5 @@
-"""What every Triton file needs to launch its kernels: tensor descriptors, types of dot operands, and the tables of launch options.
+"""What every Triton file needs to launch its kernels: launches that cost little of a CPU's time, tensor descriptors, types of dot
+operands, and the tables of launch options.
 
 A table `LAUNCH` maps (architecture, bytes of a dot operand) to {kernel: options}, options being the keyword arguments of a launch
 that change its speed and not its result: num_warps, num_stages and block sizes. Architectures are 80, 90 and 100, named by compute
@@ -11,9 +12,11 @@ import weakref
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ARCHITECTURES = (80, 90, 100)
+UNWATCHED = torch.Tensor, torch.nn.Parameter, type(None)
 
 
 @functools.cache
@@ -45,22 +48,99 @@ def operand_types(x, kernel, wide="tf32x3"):
     return {"DOT": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], "PREC": "tf32"}
 
 
+class Tile(TensorDescriptor):
+    """A descriptor without Triton's checks in Python, which take 2 us: the driver makes them again when it encodes one."""
+
+    def __post_init__(self):
+        pass
+
+
 def tile(x, block):
     """A descriptor of x `(B, T, H, D)` in the order (B, H, T, D), in tiles `(1, 1, *block)`; zeros beyond the ends."""
     B, T, H, D = x.shape
     s_b, s_t, s_h, s_d = x.stride()
-    return TensorDescriptor(x, [B, H, T, D], [s_b, s_h, s_t, s_d], [1, 1, *block])
+    return Tile(x, [B, H, T, D], [s_b, s_h, s_t, s_d], [1, 1, *block])
+
+
+def specialization(args):
+    """What Triton may compile a kernel anew for, of its arguments that are no constants: a tuple, or None where it is not known.
+
+    It distinguishes more than Triton does, which leaves out what `do_not_specialize` names: the type of a tensor and whether its
+    address is a multiple of 16, whether an integer is one and whether it is 1, the type and block of a descriptor.
+    """
+    key = []
+    for x in args:
+        kind = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            key.append(x.dtype)
+            key.append(x.data_ptr() % 16 == 0)
+        elif kind is int and -(2**31) <= x < 2**31:
+            key.append("1" if x == 1 else x % 16 == 0)
+        elif kind is Tile:
+            key.append(x.base.dtype)
+            key.append(tuple(x.block_shape))
+        elif kind is float or x is None:
+            key.append(kind)
+        else:
+            return None
+    return tuple(key)
+
+
+class Launch:
+    """`launch(n, *args)` is `kernel[(n,)](*args, **constants)` in less than half of its time: the kernel that Triton compiled for
+    such arguments is kept and called again, without working out anew which one it is.
+
+    constants are launch options and all of the kernel's compile-time arguments, which are its last ones. A kept kernel is called as
+    Triton's tutorials call one, so that the hooks of profilers see it; like Triton, on the current device and stream.
+    """
+
+    def __init__(self, kernel, **constants):
+        self.kernel, self.constants = kernel, constants
+        self.last = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        self.kept = {}  # of a device and a specialization
+        self.keeps = not interpreted(kernel) and not torch.version.hip  # AMD's kernels depend on the sizes of tensors too
+
+    def __call__(self, n, *args):
+        key = specialization(args) if self.keeps and torch.cuda.is_initialized() else None
+        if key is None:
+            self.kernel[(n,)](*args, **self.constants)
+            return
+        device = driver.active.get_current_device()
+        compiled = self.kept.get((device, key))
+        if compiled is None:
+            self.kept[device, key] = self.kernel[(n,)](*args, **self.constants)
+        else:
+            compiled[n, 1, 1](*args, *self.last, stream=driver.active.get_current_stream(device))
+
+
+launch = functools.lru_cache(maxsize=4096)(Launch)  # the same constants, the same launch
 
 
 def ready(x):
     """x itself if a descriptor can read it: last stride 1, the others multiples of 16 bytes; else a copy."""
-    fine = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fine else x.contiguous()
+    *outer, last = x.stride()
+    unit = 16 // x.element_size()
+    fine = last == 1 and x.data_ptr() % 16 == 0
+    for s in outer:
+        fine = fine and s % unit == 0
+    return x if fine else x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps one at an odd address
 
 
 def traced(*tensors):
     """Whether a compiler or a tensor subclass watches the call: it needs the custom operators."""
-    return torch.compiler.is_compiling() or any(type(x) not in (torch.Tensor, torch.nn.Parameter, type(None)) for x in tensors)
+    for x in tensors:
+        if type(x) not in UNWATCHED:
+            return True
+    return torch.compiler.is_compiling()
+
+
+def differentiable(tensors):
+    """Whether a gradient of one of these is wanted; what is no tensor has none."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def direct(forward, save, backward, outputs=1):
@@ -86,7 +166,7 @@ def direct(forward, save, backward, outputs=1):
             return backward(ctx, *grads)
 
     def call(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        if differentiable(inputs):
             return Direct.apply(*inputs)
         return returned(forward(*inputs))
 

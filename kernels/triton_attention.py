@@ -18,12 +18,14 @@ results. Keys of earlier calls, in the slots of a cache, are one more range, in 
 Dao 2307.08691; sinks as in GPT-OSS, first tokens kept as in StreamingLLM 2309.17453.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .launch import direct, interpreted, operand_types, options, ready, shared_by_layers, tile, traced
+from .launch import architecture, direct, interpreted, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -330,15 +332,16 @@ _AMPERE = {  # not timed: the tiles that spill least, since there descriptors tu
 LAUNCH = {(80, 2): _AMPERE, (90, 2): _HOPPER, (100, 2): _HOPPER, (90, 4): _HOPPER}
 
 
-def _launch(kernel, q, v):
-    """How to make tiles of BM queries and of BN keys, and the compile-time arguments that follow from the shapes."""
-    BK, BV = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (q, v))
-    launch = {"BK": BK, "BV": BV, **options(LAUNCH, f"{kernel}_{max(64, BK, BV)}", q), **operand_types(q, forward_kernel)}
+@functools.lru_cache(maxsize=256)
+def _options(kernel, K, V, architecture, dtype):
+    """The launch options and constants that follow from the head widths and the type, BM and BN among them."""
+    BK, BV = (max(16, triton.next_power_of_2(x)) for x in (K, V))
+    chosen = LAUNCH[architecture, dtype.itemsize][f"{kernel}_{max(64, BK, BV)}"]
+    return {"BK": BK, "BV": BV, **chosen, **operand_types(dtype, forward_kernel)}
 
-    def tiles(rows):
-        return lambda x: tile(x, [rows, max(16, triton.next_power_of_2(x.shape[-1]))])
 
-    return tiles(launch["BM"]), tiles(launch["BN"]), launch
+def _options_of(kernel, q, v):
+    return _options(kernel, q.shape[-1], v.shape[-1], architecture(q), q.dtype)
 
 
 def parts(width):
@@ -357,17 +360,18 @@ def _forward_pass(q, k, v, sinks, bounds, past_k, past_v, reach, window, scale):
     B, T, H, _ = q.shape
     o = v.new_empty(B, T, H, v.shape[-1])
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    queries, keys, launch = _launch("forward", q, v)
-    past = reach is not None
+    c, past = _options_of("forward", q, v), reach is not None
     if past:  # the loop over earlier keys takes the 56 bytes of shared memory that a second CTA on the SM would lack
-        launch["num_stages"] = min(launch["num_stages"], 2)
+        c = c | {"num_stages": min(c["num_stages"], 2)}
     start, kept = (lse, lse) if bounds is None else (bounds[0], bounds[-1])
-    k, v = ready(k), ready(v)
-    past_k, past_v = (ready(past_k), ready(past_v)) if past else (k, v)
-    forward_kernel[(triton.cdiv(T, launch["BM"]) * H * B,)](
-        queries(ready(q)), keys(k), keys(v), queries(o), lse, start, kept, sinks, keys(past_k), keys(past_v), reach,
-        scale, T, H, past_k.shape[1], window, R=H // k.shape[2], SINKS=sinks is not None, PAST=past,
-        **_flags(bounds, window), **launch,
+    k_tile, v_tile = tile(ready(k), [c["BN"], c["BK"]]), tile(ready(v), [c["BN"], c["BV"]])
+    past_tiles, S = (k_tile, v_tile), T
+    if past:
+        past_tiles, S = (tile(ready(past_k), [c["BN"], c["BK"]]), tile(ready(past_v), [c["BN"], c["BV"]])), past_k.shape[1]
+    forward = launch(forward_kernel, R=H // k.shape[2], SINKS=sinks is not None, PAST=past, **_flags(bounds, window), **c)
+    forward(
+        triton.cdiv(T, c["BM"]) * H * B, tile(ready(q), [c["BM"], c["BK"]]), k_tile, v_tile, tile(o, [c["BM"], c["BV"]]), lse,
+        start, kept, sinks, *past_tiles, reach, scale, T, H, S, window,
     )  # fmt: skip
     return o, lse
 
@@ -380,16 +384,18 @@ def _backward_pass(q, k, v, sinks, bounds, o, lse, do, window, scale):
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     delta = lse.new_empty(lse.shape)
     start, stop, kept = (lse, lse, lse) if bounds is None else (bounds[0], bounds[1], bounds[-1])
-    queries, keys, launch = _launch("queries", q, v)
-    queries_kernel[(triton.cdiv(T, launch["BM"]) * H * B,)](
-        queries(q), keys(k), keys(v), queries(o), queries(do), queries(dq), lse, delta, start, kept, scale, T, H, window,
-        R=R, **flags, **launch,
+    c = _options_of("queries", q, v)
+    (M, N), (BK, BV) = (c["BM"], c["BN"]), (c["BK"], c["BV"])
+    launch(queries_kernel, R=R, **flags, **c)(
+        triton.cdiv(T, M) * H * B, tile(q, [M, BK]), tile(k, [N, BK]), tile(v, [N, BV]), tile(o, [M, BV]), tile(do, [M, BV]),
+        tile(dq, [M, BK]), lse, delta, start, kept, scale, T, H, window,
     )  # fmt: skip
-    queries, keys, launch = _launch("keys", q, v)
-    for part in parts(max(launch["BK"], launch["BV"])).values():
-        keys_kernel[(triton.cdiv(T, launch["BN"]) * (H // R) * B,)](
-            queries(q), keys(k), keys(v), queries(do), keys(dk), keys(dv), lse, delta, start, stop, kept, scale, T, H, window,
-            R=R, **part, **flags, **launch,
+    c = _options_of("keys", q, v)
+    M, N = c["BM"], c["BN"]
+    for part in parts(max(BK, BV)).values():
+        launch(keys_kernel, R=R, **part, **flags, **c)(
+            triton.cdiv(T, N) * (H // R) * B, tile(q, [M, BK]), tile(k, [N, BK]), tile(v, [N, BV]), tile(do, [M, BV]),
+            tile(dk, [N, BK]), tile(dv, [N, BV]), lse, delta, start, stop, kept, scale, T, H, window,
         )  # fmt: skip
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)

@@ -20,12 +20,13 @@ its own, and pairs of different blocks masked: never more than six products.
 Documents are masks on e, r, E and on the pairs of a chunk. Kimi team 2510.26692; Yang et al. 2412.06464 for the implicit solve.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import direct, operand_types, options, ready, shared_by_layers, tile, traced
+from .launch import Tile, architecture, direct, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 from .triton_recurrence import MERGE, _by_token, inverse_64
 
@@ -512,18 +513,20 @@ LAUNCH[90, 4] = LAUNCH[90, 2]  # for the interpreter: see `supports`
 OPERANDS = "DOT", "PREC"
 
 
-class Shape:
-    """Sizes of one call: B, T, H, K, V; R value heads a key head; N chunks; and the types of operands."""
+class Plan:
+    """Sizes of a call (B, T, H, K, V; R value heads a key head; N chunks) and the launches of its kernels, made once for a set of
+    sizes: a launch takes less time than putting its options together."""
 
-    def __init__(self, q, v):
-        self.B, self.T, self.H, self.V = v.shape
-        self.K, self.R, self.N = q.shape[3], self.H // q.shape[2], triton.cdiv(self.T, C)
-        self.like, self.types = q, operand_types(q, forward_kernel)
-        self.wide = torch.float32 if q.dtype == torch.float32 else torch.bfloat16  # of what is scaled by 2^60
+    def __init__(self, q_shape, v_shape, table, dtype):
+        self.B, self.T, self.H, self.V = v_shape
+        self.K, self.R, self.N = q_shape[3], self.H // q_shape[2], triton.cdiv(self.T, C)
+        self.table, self.types = table, operand_types(dtype, forward_kernel)
+        self.wide = torch.float32 if dtype == torch.float32 else torch.bfloat16  # of what is scaled by 2^60
+        self.options = functools.cache(self.options)
 
-    def launch(self, kernel, *names):
-        """Launch options and constants of a kernel: those of `names`, and its columns of V where it has any."""
-        chosen = dict(options(LAUNCH, kernel, self.like))
+    def options(self, kernel, *names):
+        """Launch options and constants of a kernel: those of `names`, and its columns of V where it has any. Not to be changed."""
+        chosen = dict(self.table[kernel])
         if "BV" in chosen:
             chosen["NV"] = triton.cdiv(self.V, chosen["BV"])
         whole = triton.cdiv(self.K, BK_TILE) * BK_TILE
@@ -535,9 +538,18 @@ class Shape:
         return chosen | {n: constants[n] for n in names}
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan(q_shape, v_shape, architecture, dtype):
+    return Plan(q_shape, v_shape, LAUNCH[architecture, dtype.itemsize], dtype)
+
+
+def plan(q, v):
+    return _plan(q.shape, v.shape, architecture(q), q.dtype)
+
+
 def _rows(x, rows, columns):
     """A descriptor of x (., ., rows, columns), as it lies in memory, in tiles of the last two dimensions."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+    return Tile(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
 def _prepare(s, q, k, g, beta, documents, scale, scores):
@@ -548,63 +560,63 @@ def _prepare(s, q, k, g, beta, documents, scale, scores):
     ids, strides = E if documents is None else documents, (q.stride(1), k.stride(1), g.stride(1))
     sizes = scale, s.T, s.H, s.N, *strides
     if scores:
-        chosen = s.launch("prepare", "R", "K", "BK", "NK", "WIDE", "PREC")
+        chosen = s.options("prepare", "R", "K", "BK", "NK", "WIDE", "PREC")
         A, P = (torch.empty(s.B, s.H, s.T, C, dtype=q.dtype, device=q.device) for _ in range(2))
-        prepare_kernel[(s.N * s.B * s.H,)](q, k, g, beta, ids, *operands, E, A, P, *sizes, MERGE=MERGE, **flags, **chosen)
+        prepare = launch(prepare_kernel, MERGE=MERGE, **flags, **chosen)
+        prepare(s.N * s.B * s.H, q, k, g, beta, ids, *operands, E, A, P, *sizes)
         return operands, E, A, P
     G = torch.empty(s.B, s.H, s.T, s.K, dtype=torch.float32, device=q.device)
-    chosen = s.launch("rescale", "R", "K", "BK", "NK")
-    rescale_kernel[(s.N * s.B * s.H,)](q, k, g, ids, *operands, E, G, *sizes, **flags, **chosen)
+    rescale = launch(rescale_kernel, **flags, **s.options("rescale", "R", "K", "BK", "NK"))
+    rescale(s.N * s.B * s.H, q, k, g, ids, *operands, E, G, *sizes)
     return operands, E, G
 
 
 def _forward_pass(q, k, v, g, beta, h0, documents, scale, keep):
     """Output, final state, and for the backward A', P and each chunk's S and Vn (of no size unless `keep`)."""
-    s = Shape(q, v)
+    s = plan(q, v)
     operands, E, A, P = _prepare(s, _by_token(q), _by_token(k), _by_token(g), beta.contiguous(), documents, scale, True)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     hT = torch.empty(s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
     h = torch.empty(s.B * s.H, s.N if keep else 0, s.K, s.V, dtype=q.dtype, device=q.device)
     vn = torch.empty(s.B, s.T if keep else 0, s.H, s.V, dtype=q.dtype, device=q.device)
-    scan = s.launch("keep" if keep else "forward", "K", "V", "BK", *OPERANDS)
+    scan = s.options("keep" if keep else "forward", "K", "V", "BK", *OPERANDS)
     BK, BV = scan["BK"], scan["BV"]
     v_tile = tile(ready(v), [C, BV])
-    forward_kernel[(scan["NV"] * s.B * s.H,)](
-        *(_rows(x, C, BK) for x in operands), v_tile, _rows(A, C, C), _rows(P, C, C), E, o, _rows(h, BK, BV) if keep else v_tile,
-        tile(vn, [C, BV]) if keep else v_tile, hT if h0 is None else h0, hT, s.T, s.H, s.N,
-        HAS_H0=h0 is not None, STATES=keep, **scan,
+    launch(forward_kernel, HAS_H0=h0 is not None, STATES=keep, **scan)(
+        scan["NV"] * s.B * s.H, *(_rows(x, C, BK) for x in operands), v_tile, _rows(A, C, C), _rows(P, C, C), E, o,
+        _rows(h, BK, BV) if keep else v_tile, tile(vn, [C, BV]) if keep else v_tile, hT if h0 is None else h0, hT, s.T, s.H, s.N,
     )  # fmt: skip
     return o, hT, A, P, h, vn
 
 
 def _backward_pass(q, k, v, g, beta, documents, A, P, h, vn, do, dhT, scale):
     """dq, dk, dv, dg, dbeta, dh0."""
-    s = Shape(q, v)
+    s = plan(q, v)
     q, k, g, beta, do = _by_token(q), _by_token(k), _by_token(g), beta.contiguous(), _by_token(do)
     operands, E, G = _prepare(s, q, k, g, beta, documents, scale, False)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dh = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=q.dtype, device=q.device)
     dh0 = torch.empty(s.B, s.H, s.K, s.V, dtype=torch.float32, device=q.device)
-    scan = s.launch("reverse", "K", "V", "BK", *OPERANDS)
+    scan = s.options("reverse", "K", "V", "BK", *OPERANDS)
     BK, BV = scan["BK"], scan["BV"]
-    reverse_kernel[(scan["NV"] * s.B * s.H,)](
-        *(_rows(x, C, BK) for x in operands), tile(do, [C, BV]), _rows(A, C, C), _rows(P, C, C), E, tile(dv, [C, BV]),
-        _rows(dh, BK, BV), dh0 if dhT is None else dhT.contiguous(), dh0, s.T, s.H, s.N, HAS_DHT=dhT is not None, **scan,
+    launch(reverse_kernel, HAS_DHT=dhT is not None, **scan)(
+        scan["NV"] * s.B * s.H, *(_rows(x, C, BK) for x in operands), tile(do, [C, BV]), _rows(A, C, C), _rows(P, C, C), E,
+        tile(dv, [C, BV]), _rows(dh, BK, BV), dh0 if dhT is None else dhT.contiguous(), dh0, s.T, s.H, s.N,
     )  # fmt: skip
     del operands
 
     dP, dL = torch.empty(2, s.B, s.H, s.T, C, dtype=s.wide, device=q.device)
     dbeta = torch.empty(s.B, s.T, s.H, dtype=torch.float32, device=q.device)
     ids, flags = E if documents is None else documents, {"HAS_DOCUMENTS": documents is not None}
-    chosen = s.launch("scores", "V", *OPERANDS)
-    scores_kernel[(s.N * s.B * s.H,)](do, vn, dv, beta, ids, dP, dL, dbeta, scale, s.T, s.H, s.N, do.stride(1), **flags, **chosen)
+    scores = launch(scores_kernel, **flags, **s.options("scores", "V", *OPERANDS))
+    scores(s.N * s.B * s.H, do, vn, dv, beta, ids, dP, dL, dbeta, scale, s.T, s.H, s.N, do.stride(1))
     kind = q.dtype if s.R == 1 else torch.float32
     dq, dk = (torch.empty(s.B, s.T, s.H, s.K, dtype=kind, device=q.device) for _ in range(2))
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    chosen = s.launch("inputs", "R", "K", "V", "BK", "NK", "WIDE", *OPERANDS)
-    inputs_kernel[(chosen["NK"] * s.N * s.B * s.H,)](
-        q, k, G, do, vn, dv, h, dh, dP, dL, ids, E, dq, dk, dg, scale, s.T, s.H, s.N, q.stride(1), k.stride(1), do.stride(1),
-        **flags, **chosen,
+    chosen = s.options("inputs", "R", "K", "V", "BK", "NK", "WIDE", *OPERANDS)
+    launch(inputs_kernel, **flags, **chosen)(
+        chosen["NK"] * s.N * s.B * s.H, q, k, G, do, vn, dv, h, dh, dP, dL, ids, E, dq, dk, dg, scale, s.T, s.H, s.N, q.stride(1),
+        k.stride(1), do.stride(1),
     )  # fmt: skip
     if s.R > 1:
         dq, dk = (x.unflatten(2, (-1, s.R)).sum(3).to(q.dtype) for x in (dq, dk))
@@ -621,14 +633,14 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, g, beta, h0, documents, scale, keep):
-    s = Shape(q, v)
+    (B, T, H, V), K = v.shape, q.shape[3]
     return [
         v.new_empty(v.shape),
-        v.new_empty(s.B, s.H, s.K, s.V, dtype=torch.float32),
-        q.new_empty(s.B, s.H, s.T, C),
-        q.new_empty(s.B, s.H, s.T, C),
-        q.new_empty(s.B * s.H, s.N if keep else 0, s.K, s.V),
-        q.new_empty(s.B, s.T if keep else 0, s.H, s.V),
+        v.new_empty(B, H, K, V, dtype=torch.float32),
+        q.new_empty(B, H, T, C),
+        q.new_empty(B, H, T, C),
+        q.new_empty(B * H, -(-T // C) if keep else 0, K, V),
+        q.new_empty(B, T if keep else 0, H, V),
     ]
 
 

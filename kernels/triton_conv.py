@@ -279,10 +279,10 @@ SHORTEST = 32  # tokens of a chunk
 
 
 class Plan:
-    """A launch: tokens of a chunk, chunks of a row, blocks of channels, the grid and the keyword arguments."""
+    """A launch: L tokens of a chunk, NT chunks of a row, ND blocks of channels, programs and options."""
 
-    def __init__(self, table, B, T, D, W, flags, l2_width):
-        options = dict(table)
+    def __init__(self, table, kernel, B, T, D, W, flags, l2_width):
+        options = dict(table[kernel])
         programs = options.pop("programs")
         if l2_width:  # a program must hold a whole head
             options |= {"BD": l2_width, "num_warps": max(1, l2_width // 128)}
@@ -292,14 +292,15 @@ class Plan:
         per_row = max(1, programs // (B * self.ND * options["num_warps"]))
         self.L = max(SHORTEST, -(-T // (per_row * U)) * U)
         self.NT = -(-T // self.L)
-        self.grid = (self.ND * self.NT * B,)
+        self.programs = self.ND * self.NT * B
         self.options = options | flags | {"W": W, "L2": l2_width > 0}
+        self.launch = launch.launch(forward_kernel if kernel == "forward" else backward_kernel, **self.options)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(kernel, architecture, size, B, T, D, W, bias, state, ids, silu, l2_width):
     flags = {"HAS_BIAS": bias, "HAS_STATE": state, "HAS_IDS": ids, "SILU": silu}
-    return Plan(LAUNCH[architecture, size][kernel], B, T, D, W, flags, l2_width)
+    return Plan(LAUNCH[architecture, size], kernel, B, T, D, W, flags, l2_width)
 
 
 def plan(kernel, x, weight, bias, state, ids, silu, l2_width):
@@ -319,9 +320,9 @@ def _forward_pass(
     B, T, D = x.shape
     y, final = x.new_empty(B, T, D), x.new_empty(B, weight.shape[1] - 1, D)
     p = plan("forward", x, weight, bias, state, ids, silu, l2_width)
-    forward_kernel[p.grid](
-        x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), y, final, T, D, p.ND, p.NT, p.L, l2_heads * l2_width,
-        x.stride(0), x.stride(1), eps, **p.options,
+    p.launch(
+        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), y, final, T, D, p.ND, p.NT, p.L,
+        l2_heads * l2_width, x.stride(0), x.stride(1), eps,
     )  # fmt: skip
     return y, final
 
@@ -338,9 +339,9 @@ def _backward_pass(
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
     p = plan("backward", x, weight, bias, state, ids, silu, l2_width)
     parts = x.new_empty(B * p.NT, D * (W if bias is None else W + 1), dtype=torch.float32)
-    backward_kernel[p.grid](
-        x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), dy, dx, dstate, parts, T, D, p.ND, p.NT, p.L,
-        l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps, **p.options,
+    p.launch(
+        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), dy, dx, dstate, parts, T, D, p.ND, p.NT,
+        p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
     )  # fmt: skip
     total = parts.sum(0)
     dbias = x.new_empty(0) if bias is None else total[D * W :].to(bias.dtype, copy=True)

@@ -141,7 +141,7 @@ NARROW = 256
 
 
 class Plan:
-    """A launch: R rows, H a token, in groups with a weight each; N tiles a group, P programs (backward), keyword arguments."""
+    """A launch: R rows, H a token, in groups with a weight each; N tiles a group, P programs each (backward), options."""
 
     def __init__(self, table, kernel, N, H, D, groups, constants):
         options = dict(table[f"{kernel}_narrow" if D <= NARROW else kernel])
@@ -150,8 +150,9 @@ class Plan:
         self.R, self.H, self.D, self.groups = N * H, H, D, groups
         self.N = -(-self.R // groups // max(1, elements // BD))
         self.P = self.N if programs is None else max(1, min(self.N, programs // groups))
-        self.grid = (self.P * groups,)
+        self.programs = self.P * groups
         self.options = options | constants | {"BR": max(1, elements // BD), "BD": BD}
+        self.launch = launch.launch(forward_kernel if kernel == "forward" else backward_kernel, **self.options)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,9 +182,9 @@ def _forward_pass(
     x = _rows(x)
     z = x if z is None else _rows(z)
     p = plan("forward", x, weight, bias, center, gate, silu)
-    forward_kernel[p.grid](
-        x, z, x if weight is None else weight, x if bias is None else bias, y, p.R, p.H, p.groups, p.D,
-        x.stride(0), x.stride(1), z.stride(0), z.stride(1), 1.0 / p.D if mean else 1.0, eps, offset, **p.options,
+    p.launch(
+        p.programs, x, z, x if weight is None else weight, x if bias is None else bias, y, p.R, p.H, p.groups, p.D,
+        x.stride(0), x.stride(1), z.stride(0), z.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
     )  # fmt: skip
     return y
 
@@ -198,10 +199,9 @@ def _backward_pass(
     z = x if z is None else _rows(z)
     p = plan("backward", x, weight, bias, center, gate, silu)
     dweight, dbias = (x.new_empty(0 if w is None else p.P, p.groups * p.D, dtype=torch.float32) for w in (weight, bias))
-    backward_kernel[p.grid](
-        x, z, x if weight is None else weight, dy, dx, dz, dweight, dbias, p.R, p.H, p.groups, p.N, p.P, p.D,
+    p.launch(
+        p.programs, x, z, x if weight is None else weight, dy, dx, dz, dweight, dbias, p.R, p.H, p.groups, p.N, p.P, p.D,
         x.stride(0), x.stride(1), z.stride(0), z.stride(1), dy.stride(0), dy.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
-        **p.options,
     )  # fmt: skip
     dweight = x.new_empty(0) if weight is None else dweight.sum(0).view(weight.shape).to(weight.dtype)
     dbias = x.new_empty(0) if bias is None else dbias.sum(0).view(bias.shape).to(bias.dtype)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .eager import FORGOTTEN
-from .launch import architecture, operand_types, ready, shared_by_layers, tile, traced
+from .launch import architecture, differentiable, direct, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 
 LOG2_E = 1.4426950408889634
@@ -444,20 +444,20 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(B, T, H, Hk, K, V, delta, architecture, dtype, size):
-    return Plan(B, T, H, Hk, K, V, delta, LAUNCH[architecture, size], operand_types(dtype, forward_kernel))
+def _plan(q_shape, v_shape, delta, architecture, dtype):
+    B, T, H, V = v_shape
+    table, types = LAUNCH[architecture, dtype.itemsize], operand_types(dtype, forward_kernel)
+    return Plan(B, T, H, *q_shape[2:], V, delta, table, types)
 
 
 def plan(q, v, delta):
-    B, T, H, V, Hk, K = map(int, (*v.shape, *q.shape[2:]))  # a compiler's symbols become numbers: slices depend on them
-    return _plan(B, T, H, Hk, K, V, delta, architecture(q), q.dtype, q.element_size())
+    return _plan(q.shape, v.shape, delta, architecture(q), q.dtype)
 
 
 def _by_token(x):
     """x (B, T, H, D) itself if a stride of its tokens is all a kernel must know, as with a slice of a projection; else a copy."""
-    B, T, H, D = x.shape
-    fine = x.stride() == (T * x.stride(1), x.stride(1), D, 1)
-    return ready(x) if fine else x.contiguous()
+    s_b, s_t, s_h, s_d = x.stride()
+    return ready(x) if s_d == 1 and s_h == x.shape[3] and s_b == x.shape[1] * s_t else x.contiguous()
 
 
 def _decay_mode(g, starts):
@@ -465,35 +465,35 @@ def _decay_mode(g, starts):
 
 
 def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
-    """Output, final state, and for the backward A' (of no size without beta), G, each chunk's S and Vn (of no size unless `keep`),
-    and the slices' transitions (of no size for one slice)."""
+    """Output, final state, and for the backward A', G, each chunk's S and Vn, and the slices' transitions. None are A' and Vn
+    without beta, S and Vn unless `keep`, and the transitions of one slice."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     q, k, v = ready(q), _by_token(k), ready(v)
-    A = torch.empty(s.B, s.T, s.H, C if s.delta else 0, dtype=q.dtype, device=q.device)
+    A = torch.empty(s.B, s.T, s.H, C, dtype=q.dtype, device=q.device) if s.delta else None
     G = g * LOG2_E if mode == 2 else torch.empty(s.B, s.T, s.H, dtype=torch.float32, device=q.device)
     if s.delta or mode == 1:
         gates = G if g is None else g.contiguous(), beta.contiguous() if s.delta else G, G if starts is None else starts
-        prepare_kernel[(s.N * s.B * s.H,)](
-            k, *gates, A, G, s.T, s.H, s.N, k.stride(1), HAS_G=g is not None, HAS_STARTS=starts is not None, **s.prepare
-        )
+        prepare = launch(prepare_kernel, HAS_G=g is not None, HAS_STARTS=starts is not None, **s.prepare)
+        prepare(s.N * s.B * s.H, k, *gates, A if s.delta else G, G, s.T, s.H, s.N, k.stride(1))
     o, hT, h, vn, M = _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep)
     return o, hT, A, G, h, vn, M
 
 
 def _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep=False):
     """Output, final state, each chunk's S and Vn, transitions of the slices."""
-    k_tile, M = tile(k, [C, s.BK]), q.new_empty(0, dtype=torch.float32)
+    k_tile, M = tile(k, [C, s.BK]), None
     if s.slices > 1:
         h0, M = _slice_starts(s, k_tile, v, A, G, h0, mode)
     options = s.keep if keep else s.forward
     o = torch.empty(s.B, s.T, s.H, s.V, dtype=v.dtype, device=v.device)
     hT = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
-    h = torch.empty(s.B * s.H, s.N if keep else 0, s.K, s.V, dtype=q.dtype, device=q.device)
-    vn = torch.empty(s.B, s.T if keep and s.delta else 0, s.H, s.V, dtype=q.dtype, device=q.device)
+    h = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=q.dtype, device=q.device) if keep else None
+    vn = torch.empty(s.B, s.T, s.H, s.V, dtype=q.dtype, device=q.device) if keep and s.delta else None
     q_tile, v_tile = tile(q, [C, s.BK]), tile(v, [C, options["BV"]])
-    forward_kernel[(options["NV"] * s.B * s.H * s.slices,)](
-        q_tile, k_tile, v_tile, tile(A, [C, C]) if s.delta else v_tile, G, o, h, vn, hT if h0 is None else h0, hT, scale,
-        s.B, s.T, s.H, s.N, s.chunks, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode, **options,
+    scan = launch(forward_kernel, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode, **options)
+    scan(
+        options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, v_tile, tile(A, [C, C]) if s.delta else v_tile, G, o,
+        o if h is None else h, o if vn is None else vn, hT if h0 is None else h0, hT, scale, s.B, s.T, s.H, s.N, s.chunks,
     )  # fmt: skip
     return o, hT[-1], h, vn, M
 
@@ -505,10 +505,9 @@ def _slice_starts(s, k_tile, v, A, G, h0, mode):
 
     def scan(out, options, eye):
         v_tile = k_tile if eye else tile(v, [C, options["BV"]])
-        forward_kernel[(options["NV"] * s.B * s.H * s.slices,)](
-            k_tile, k_tile, v_tile, A_tile, G, out, out, out, out, out, 0.0, s.B, s.T, s.H, s.N, s.chunks,
-            HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode, **options,
-        )  # fmt: skip
+        one = launch(forward_kernel, HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode, **options)
+        n, sizes = options["NV"] * s.B * s.H * s.slices, (s.B, s.T, s.H, s.N, s.chunks)
+        one(n, k_tile, k_tile, v_tile, A_tile, G, out, out, out, out, out, 0.0, *sizes)
         return out
 
     scan(local, s.states, False)
@@ -550,15 +549,16 @@ def _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=False):
     """dV, dh0, each chunk's dS."""
     options = s.reverse
     dv = torch.empty(s.B, s.T, s.H, s.V, dtype=do.dtype, device=do.device)
-    dh = torch.empty(s.B * s.H, s.N if keep else 0, s.K, s.V, dtype=do.dtype, device=do.device)
+    dh = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=do.dtype, device=do.device) if keep else None
     q_tile, k_tile, do_tile = tile(q, [C, s.BK]), tile(k, [C, s.BK]), tile(do, [C, options["BV"]])
     A_tile = tile(A, [C, C]) if s.delta else do_tile
 
     def scan(start, out):
         before = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=do.device)
-        reverse_kernel[(options["NV"] * s.B * s.H * s.slices,)](
-            q_tile, k_tile, do_tile, A_tile, G, dv, dh, before if start is None else start, before, scale,
-            s.B, s.T, s.H, s.N, s.chunks, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode, **options,
+        one = launch(reverse_kernel, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode, **options)
+        one(
+            options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, do_tile, A_tile, G, dv, dv if dh is None else dh,
+            before if start is None else start, before, scale, s.B, s.T, s.H, s.N, s.chunks,
         )  # fmt: skip
         return before
 
@@ -575,23 +575,23 @@ def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale,
     """dq, dk, dv, dbeta and dg as one tensor (2, B, T, H), each written where there is such an input, dh0."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     B, T, H, K = s.B, s.T, s.H, s.K
-    q, k, v, do = _by_token(q), _by_token(k), _by_token(v), do.contiguous()
+    q, k, v, do = _by_token(q), _by_token(k), _by_token(v), ready(do.contiguous())
     dhT = None if dhT is None else dhT.contiguous()
-    if not h.numel():  # Linear attention whose decay needs no gradient: its forward, with the inputs in other places.
+    if h is None:  # Linear attention whose decay needs no gradient: its forward, with the inputs in other places.
         # dQ = f(dO, V, K), dK = f'(V, dO, Q), dV = f'(K, Q, dO), f' from the last token to the first: no states in memory.
         t, (h0, dhT_t) = plan(do, k, False), (None if x is None else x.mT.contiguous() for x in (h0, dhT))
         dq = _forward_scan(t, do, v, k, A, G, h0, scale, mode)[0]
         dk = _reverse_scan(t, do, v, q, A, G, M, dhT_t, scale, mode)[0]
         dv, dh0, _ = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode)
-        return dq, dk, dv, G.new_empty(0), dh0
+        return dq, dk, dv, None, dh0
     dv, dh0, dh = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=True)
     dq, dk = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in range(2))
     gates = torch.empty(2, B, T, H, dtype=torch.float32, device=q.device)
     vn = vn if s.delta else v
     g, beta = g.contiguous() if dg_wanted else G, beta.contiguous() if s.delta else G
-    inputs_kernel[(s.N * B * H,)](
-        q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1), v.stride(1),
-        vn.stride(1), B * T * H, DECAYS=mode, DG=dg_wanted, **s.inputs,
+    launch(inputs_kernel, DECAYS=mode, DG=dg_wanted, **s.inputs)(
+        s.N * B * H, q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1),
+        v.stride(1), vn.stride(1), B * T * H,
     )  # fmt: skip
     if s.R > 1:  # value heads that share a key head
         dq, dk = (x.view(B, T, H // s.R, s.R, K).sum(3) for x in (dq, dk))
@@ -603,22 +603,25 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None, h0: torch.Tensor | None,
     starts: torch.Tensor | None, scale: float, keep: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return list(_forward_pass(q, k, v, g, beta, h0, starts, scale, keep))
+    """A custom operator's results are all tensors: those that are None have no size here."""
+    outputs = _forward_pass(q, k, v, g, beta, h0, starts, scale, keep)
+    return [q.new_empty(0, dtype=torch.float32 if i == 6 else None) if x is None else x for i, x in enumerate(outputs)]
 
 
 @_forward.register_fake
 def _(q, k, v, g, beta, h0, starts, scale, keep):
-    s = plan(q, v, beta is not None)
+    q_shape, v_shape = (tuple(map(int, x.shape)) for x in (q, v))  # a compiler's symbols become numbers: slices depend on them
+    s = _plan(q_shape, v_shape, beta is not None, architecture(q), q.dtype)
     wide = {"dtype": torch.float32}
     mode = _decay_mode(g, starts)
     M = (s.slices, s.B, s.H, *((s.K, s.K) if s.delta else (1, 1))) if s.slices > 1 else (0,)
     return [
         v.new_empty(v.shape),
         v.new_empty(s.B, s.H, s.K, s.V, **wide),
-        q.new_empty(s.B, s.T, s.H, C if s.delta else 0),
+        q.new_empty((s.B, s.T, s.H, C) if s.delta else 0),
         q.new_empty(s.H, **wide) if mode == 2 else q.new_empty(s.B, s.T, s.H, **wide),
-        q.new_empty(s.B * s.H, s.N if keep else 0, s.K, s.V),
-        q.new_empty(s.B, s.T if keep and s.delta else 0, s.H, s.V),
+        q.new_empty((s.B * s.H, s.N, s.K, s.V) if keep else 0),
+        q.new_empty((s.B, s.T, s.H, s.V) if keep and s.delta else 0),
         q.new_empty(M, **wide),
     ]
 
@@ -629,7 +632,9 @@ def _backward(
     h0: torch.Tensor | None, starts: torch.Tensor | None, A: torch.Tensor, G: torch.Tensor, h: torch.Tensor, vn: torch.Tensor,
     M: torch.Tensor, do: torch.Tensor, dhT: torch.Tensor | None, scale: float, dg_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted)
+    A, h, vn, M = (x if x.numel() else None for x in (A, h, vn, M))
+    dq, dk, dv, gates, dh0 = _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted)
+    return dq, dk, dv, G.new_empty(0) if gates is None else gates, dh0
 
 
 @_backward.register_fake
@@ -657,20 +662,7 @@ def _differentiate(ctx, do, dhT, backward=_backward):
 
 
 _forward.register_autograd(lambda ctx, grads: _differentiate(ctx, *grads[:2]), setup_context=_save)
-
-
-class _Recurrence(torch.autograd.Function):
-    """The same without the custom operators, which take some 0.3 ms of a CPU's time each way; a compiler needs them."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward_pass(*inputs)
-        _save(ctx, inputs, output)
-        return output[:2]
-
-    @staticmethod
-    def backward(ctx, do, dhT):
-        return _differentiate(ctx, do, dhT, _backward_pass)
+_direct = direct(_forward_pass, _save, lambda ctx, do, dhT: _differentiate(ctx, do, dhT, _backward_pass), outputs=2)
 
 
 def supports(q, k, v, g=None, beta=None, **_):
@@ -711,15 +703,11 @@ def _run(q, k, v, g, beta, scale, initial_state, segment_ids):
         pad = torch.nn.functional.pad
         q, k, v, h0 = pad(q, (0, K)), pad(k, (0, K)), pad(v, (0, V)), None if h0 is None else pad(h0, (0, V, 0, K))
     h0 = None if h0 is None else h0.contiguous()
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, h0))
-    keep = gradients and (beta is not None or v.shape[2] > k.shape[2] or (g is not None and g.requires_grad))
+    keep = differentiable((q, k, v, g, beta, h0)) and (
+        beta is not None or v.shape[2] > k.shape[2] or (g is not None and g.requires_grad)
+    )
     inputs = (q, k, v.to(q.dtype), g, beta, h0, starts, scale, keep)
-    if traced(q, k, v):
-        o, hT = _forward(*inputs)[:2]
-    elif gradients:
-        o, hT = _Recurrence.apply(*inputs)
-    else:
-        o, hT = _forward_pass(*inputs)[:2]
+    o, hT = _forward(*inputs)[:2] if traced(q, k, v) else _direct(*inputs)
     if K or V:
         o, hT = o[..., :v_wide], hT[..., : hT.shape[2] - K, :v_wide]
     o = o.to(v.dtype)

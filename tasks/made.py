@@ -14,6 +14,7 @@ import numpy as np
 
 import checkpoint
 from configurator import ConfigError
+from data.needles import NEEDLE, QUESTION, vocabulary
 from data.synthetic import prepare as synthetic
 from data.tokenizer import Tokenizer
 from data.tokens import Dataset
@@ -169,8 +170,6 @@ def _check_characters(run, task, characters):
 FRACTIONS = (25, 50, 100)  # per cent of block_size
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the needle
 CANDIDATES = 10  # answers to choose from
-QUESTION = " The secret word of {} is"
-NEEDLE = QUESTION + " {}."
 
 
 def needle_single(pretrained=None, **_):
@@ -184,8 +183,7 @@ def needle_multi(pretrained=None, **_):
 
 
 def _needles(run, n):
-    words = sorted({word for word in re.findall(r"\b[a-z]{4,8}\b", run.heldout)})
-    names = sorted({name for name in re.findall(r"(?<=[a-z] )[A-Z][a-z]{3,7}\b", run.heldout)})
+    words, names = vocabulary(run.heldout)
     if len(words) < 50 or len(names) < 10:
         raise ConfigError(f"task needle needs held-out text with words to hide, the data set of {run.name} has too few")
     rng, rows = run.rng, []

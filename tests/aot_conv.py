@@ -15,6 +15,6 @@ def cases(architecture):
         for l2, ids, bias, state in flags if size == 2 else flags[:1]:
             given = {"HAS_BIAS": bias, "HAS_STATE": state, "HAS_IDS": ids, "SILU": True}
             for name, signature in (("forward", forward), ("backward", backward)):
-                options = conv.Plan(conv.LAUNCH[architecture, size][name], 8, 4096, 2048, 4, given, l2).options
+                options = conv.Plan(conv.LAUNCH[architecture, size], name, 8, 4096, 2048, 4, given, l2).options
                 constants = {n: options.pop(n) for n in ("W", "L2", *given)}
                 yield f"{name} {kind} {l2=} {ids=} {bias=}", getattr(conv, f"{name}_kernel"), signature, constants, options, 320

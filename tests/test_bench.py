@@ -190,20 +190,115 @@ def test_train(tmp_path, capsys):
         "--steps=1",
         f"--nanogpt={tmp_path}",
         "--device=cpu",
+        "--profile",
     )
     rows = run(tmp_path, "train", *flags)
     assert [(r["model"], r["T"], r["batch_size"]) for r in rows] == [
         (model, T, 64 // T) for T in (16, 32) for model in ("gdn attn", "gpt2", "nanogpt")
     ]
     assert all(r["ms"] > 0 and r["first_step_s"] > 0 and r["tokens_per_s"] == pytest.approx(64e3 / r["ms"]) for r in rows)
-    assert rows[0]["mfu"] is None and "mfu" not in rows[2]
+    assert all(r["mfu"] is None for r in rows)
+    for row in rows:
+        times = [kernel["ms"] for kernel in row["profile"]]
+        assert 1 < len(times) <= 25 and times == sorted(times, reverse=True)
+        assert sum(kernel["share"] for kernel in row["profile"]) <= 1 + 1e-9 and all(k["calls"] > 0 for k in row["profile"])
     assert (tmp_path / "train.png").stat().st_size > 0
+    said = capsys.readouterr().out
+    assert said.index("gdn attn, T=16: ") < said.index("nanogpt, T=32: ") < said.index("model     T ")
+    assert f" x {rows[0]['profile'][0]['name'][:90]}\n" in said
+
+
+def test_train_on_several_devices(tmp_path, capsys):
+    """Each row in a process of its own, on its device; each is written down as soon as it is known."""
+    flags = ("--layers=lightning(head_dim=16)", "--block_size=8,16", "--batch_tokens=32", "--steps=1", "--devices=cpu,cpu")
+    rows = run(tmp_path, "train", *flags, "--cold=first", "--plot=false")
+    assert [r["T"] for r in rows] == [8, 16] and all(r["ms"] > 0 for r in rows)
+    assert rows[0]["first_step_s"] > 0 and rows[1]["first_step_s"] is None  # that one had what the first compiled
+    said = capsys.readouterr().out
+    assert "T=8: first step " in said and "T=16: compiled" in said and said.count("tokens/s\n") == 2
+
+
+def job(**settings):
+    return training.Job("gdn", 16, 1, "tiny", "cpu", False, False, None, 1, 0)._replace(**settings)
+
+
+def test_biases_on_both_sides(tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    few, many = (
+        {item: training.measure(job(item=item, bias=bias, nanogpt=tmp_path))["parameters"] for item in ("gpt2", "nanogpt")}
+        for bias in (False, True)
+    )
+    assert many["nanogpt"] - few["nanogpt"] == 64  # of the head
+    assert many["gpt2"] - few["gpt2"] == 4 * (3 * 32 + 32 + 3072 + 32) + 9 * 32  # of layers, of norms
 
 
 def test_a_model_that_fails_is_a_line_of_the_table(monkeypatch):
     monkeypatch.setattr(training, "start", lambda *_: 1 / 0)
-    row = training.measure(("gdn", 16, 1, "tiny", "cpu", False, None, 1, 0))
+    row = training.measure(job())
     assert row["error"] == "ZeroDivisionError: division by zero" and training._cells(row)[-1] == row["error"]
+    assert training.progress(row) == "gdn, T=16: ZeroDivisionError: division by zero"
+
+
+class Pipe:
+    """One end of a pipe, for `serve` in this process."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, x):
+        self.sent.append(x)
+
+    def recv(self):
+        return True
+
+
+def test_what_had_no_memory_beside_others_is_tried_again_alone(monkeypatch):
+    failures = [torch.OutOfMemoryError("CUDA out of memory"), None, ValueError("no such layer"), ValueError("no such layer")]
+
+    def start(*arguments):
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        return training_start(*arguments)
+
+    training_start = training.start
+    monkeypatch.setattr(training, "start", start)
+    training.serve(pipe := Pipe(), job())
+    assert pipe.sent[0]["again"] and "OutOfMemoryError" in pipe.sent[0]["error"] and pipe.sent[1]["ms"] > 0
+    training.serve(pipe := Pipe(), job())
+    assert [row["error"] for row in pipe.sent] == ["ValueError: no such layer"] * 2 and "again" not in pipe.sent[0]
+
+
+def test_a_process_that_ends_is_a_line_of_the_table(monkeypatch):
+    known = []
+    broken = job(cache="\0")  # no such name for a folder
+    training.on_device([broken], 1, None, lambda job, figures: known.append(figures))
+    assert known == [{"error": "its process ended"}]
+
+
+def test_what_takes_no_first_step_in_time_is_left_out():
+    known = {}
+    training.on_device([job(T=8), job(T=16)], 1, 0.1, lambda job, figures: known.update({job.T: figures["error"]}))
+    assert known == dict.fromkeys((8, 16), "no first step within patience=0.1 s")
+
+
+def test_caches_of_cold_starts():
+    names = [training.with_cache(job(T=T, item=item), cold, 16, "f") for cold in ("all", "first", "none")
+             for item in ("gdn", "attn") for T in (16, 32)]  # fmt: skip
+    caches, cold = [j.cache for j in names], [j.cold for j in names]
+    assert len(set(caches[:4])) == 4 and cold[:4] == [True] * 4
+    assert caches[4] == caches[5] != caches[6] == caches[7] and cold[4:8] == [True, False] * 2
+    assert caches[8:] == [None] * 4 and cold[8:] == [False] * 4
+
+
+def test_an_equal_share_for_each_device(monkeypatch):
+    done = []
+    monkeypatch.setattr(training, "on_device", lambda jobs, *rest: done.append(jobs))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    training.side_by_side([job(T=T) for T in (1, 2, 3, 4, 5)], ["cuda:0", "cuda:1"], 2, None, None)
+    done.sort(key=lambda part: part[0].T)
+    assert [[(j.T, j.device) for j in part] for part in done] == [
+        [(1, "cuda:0"), (2, "cuda:0"), (3, "cuda:0")], [(4, "cuda:1"), (5, "cuda:1")],
+    ]  # fmt: skip
 
 
 def test_cpu_beside_transformers(tmp_path):
@@ -224,9 +319,13 @@ def test_cpu_beside_transformers(tmp_path):
         (["forms", "--families=gdm"], "known are attn, linear"),
         (["memory", "--layers=gdm"], "did you mean 'gdn'"),
         (["kernels", "--operators=gdm"], "known are gdn"),
+        (["kernels", "--peers=flo"], "true, false, or some of compiled, cudnn, fla"),
+        (["kernels", "--peer_device=cuda:1", "--device=cpu"], "peer_device='cuda:1' is no GPU beside cpu: there are none"),
         (["train", "--layers=gdm"], "did you mean 'gdn'"),
         (["train", "--nanogpt=/nowhere"], "no model.py"),
         (["train", "--context_parallel=2"], "context_parallel=2 has no effect without torchrun"),
+        (["train", "--device=cpu", "--devices=cpu,cpu"], "leave it out"),
+        (["train", "--devices=cpu,cuda:77"], "device='cuda:77' cannot be used"),
         (["tune", "--device=cpu"], "tune measures on a GPU"),
         (["kernels", "--shapes=B8 T"], "'B8 T' is no size"),
         (["cpu", "--n_embd=50"], "nearest is 64"),
@@ -263,8 +362,7 @@ def test_figures_in_the_document_are_those_of_the_model(root):
         assert row[2:] == [f"{mixer.flops(T) / 1e6:.2f}" for T in (1024, 32768)], (item, row)
 
 
-def test_what_is_not_ready_in_time_is_ended():
+def test_every_job_says_what_became_of_it():
     job, missing = (("norm", "N64 D16", provider, "float32", "cpu", 0) for provider in ("ours", "fla"))
     said = warm_all([job, missing], 2)
     assert said[job] is None and isinstance(said[missing], str)
-    assert warm_all([job], 2, seconds=0.0) == {job: "not compiled within 0 s"}

@@ -1,14 +1,22 @@
 """The packed one-token step against the model's own, for every mixer: in the interpreter on a CPU, captured on a GPU."""
 
+import os
+import subprocess
+import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from test_model import tokens_of
 from test_sample import EOT, PROMPTS, RECIPES, columns, greedy, model_of
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from triton_cases import DEVICE
 
+import kernels
+from benchmarks.decode import DecodeConfig, engine_of
+from benchmarks.decode import recipes as names
 from decode import AsItIs, Decoder, Reading, bucket_of, capacity_of, shared_lengths
 from sample import Engine, Generator
 
@@ -121,7 +129,7 @@ def test_caches_hold_the_last_tokens_of_the_last_document(window, keep_first):
 
 def test_buckets():
     assert [bucket_of(n) for n in (1, 2, 3, 5, 33, 64, 65, 97)] == [1, 2, 4, 8, 64, 64, 96, 128]
-    assert [capacity_of(n) for n in (1, 256, 257, 16384, 16385, 1_000_000)] == [256, 256, 512, 16384, 32768, 1_015_808]
+    assert [capacity_of(n) for n in (1, 1024, 1025, 16384, 16385, 1_000_000)] == [1024, 1024, 2048, 16384, 32768, 1_015_808]
 
 
 @pytest.mark.gpu
@@ -157,10 +165,126 @@ def test_a_captured_reading_is_used_again(pattern):
     assert columns(turn)[0] == greedy(cpu, [*first.prompts[0], 1, 2, 3], 5)[0]
 
 
+KERNELS = """
+import contextlib, os
+from unittest import mock
+import torch
+from test_sample import RECIPES, model_of
+os.environ.pop("TRITON_INTERPRET", None)  # which conftest.py sets
+import kernels
+from kernels import launch
+from sample import Engine
+from triton import JITFunction
+
+def compiled_for(kernel, x, p):
+    if p.is_constexpr or x is None or isinstance(x, bool):
+        return str(x)
+    if isinstance(x, torch.Tensor):
+        return str(x.dtype)
+    if hasattr(x, "block_shape"):
+        return str((x.base.dtype, *x.block_shape))
+    return "float" if isinstance(x, float) else str((abs(x) < 2**31, None if p.do_not_specialize else (x == 1, x % 16 == 0)))
+
+def record(kernel, *args, grid, warmup, **given):
+    given |= zip(kernel.arg_names, args, strict=False)
+    named = [compiled_for(kernel, given.pop(p.name, p.default), p) for p in kernel.params]
+    seen.add((kernel.__name__, *named, *map(str, sorted(given.items()))))
+
+with contextlib.ExitStack() as context:
+    context.enter_context(mock.patch.object(JITFunction, "run", record))
+    context.enter_context(mock.patch.object(launch, "driver", mock.MagicMock()))  # there is no device
+    context.enter_context(kernels.use_backend("triton"))
+    context.enter_context(torch.inference_mode())
+    for name in set(kernels.TRITON.values()):
+        file = getattr(kernels, kernels._imported(name))
+        if hasattr(file, "architecture"):
+            context.enter_context(mock.patch.object(file, "architecture", lambda x: 90))
+    for pattern in RECIPES:
+        model, seen, counts = model_of(pattern), set(), []
+        engine = Engine(model, dtype="bfloat16")
+        for width in (64, 128, 256):  # from 1024 on a recurrence is cut into slices, with one more kernel
+            state, ids = model.init_state(1, 512, dtype=engine.dtype), torch.ones(1, width, dtype=torch.int32)
+            engine.forward(torch.zeros(1, width, dtype=torch.int64), state, ids)
+            counts.append(len(seen))
+        print(*counts, pattern)
+"""
+
+
+def test_prompts_of_other_lengths_compile_nothing(root):
+    """The launches of readings at several widths, recorded with all that Triton compiles a kernel anew for."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    command = [sys.executable, "-W", "ignore", "-c", KERNELS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(RECIPES)
+    for line in lines:
+        first, *others = [int(x) for x in line.split() if x.isdecimal()]
+        assert first > 1 and set(others) == {first}, line
+
+
+@pytest.mark.parametrize("name", names("tiny"))
+def test_bytes_of_a_state_are_those_allocated(name):
+    """What is printed of every recipe is what its tensors take; on a GPU also what the device gave for them."""
+    model = engine_of(DecodeConfig(size="tiny"), name, torch.device(DEVICE), "float32").model
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    state = model.init_state(3, 700, dtype=torch.bfloat16)
+    storages = [x.untyped_storage().nbytes() for layer in state.layers for x in layer.tensors.values()]
+    without_mixer = sum(layer.nbytes for layer, block in zip(state.layers, model.blocks, strict=True) if block.mixer is None)
+    assert sum(storages) == state.nbytes == model.state_bytes(3, 700, torch.bfloat16) + without_mixer
+    if DEVICE == "cuda":
+        assert 0 <= torch.cuda.memory_allocated() - before - state.nbytes < 512 * len(storages)
+
+
+def hybrid(name="gdn gdn gdn attn"):
+    return engine_of(DecodeConfig(), name, torch.device("cuda"), "bfloat16")
+
+
 @pytest.mark.gpu
-def test_twenty_prompt_lengths_capture_once():
-    engine = Engine(model_of("gdn gdn gdn attn").to("cuda"))
-    for length in range(3, 23):
+@pytest.mark.parametrize("name", ["gdn gdn gdn attn", *names("124m")])
+def test_two_hundred_tokens_of_every_recipe(name):
+    """The graphs against the same launch by launch, token for token; each token is what full evaluation in fp32 finds likeliest,
+    or one whose logit is so near the largest, relative to the range of logits, that rounding to bf16 decides."""
+    engine, prompt = hybrid(name), tokens_of(1, 50)[0].tolist()
+    written = columns(Generator(engine, prompt, max_new_tokens=200, temperature=0))[0]
+    (steps,) = engine.decoder.captured.values()
+    assert steps.graph is not None and len(steps.readings) == 1 and all(r.graph is not None for r in steps.readings.values())
+    steps.graph, steps.readings = None, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.decoder, "record", lambda run, what: None)
+        assert columns(Generator(engine, prompt, max_new_tokens=200, temperature=0))[0] == written
+    with torch.no_grad(), kernels.use_backend("eager"):
+        logits = engine.model(torch.tensor([prompt + written], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+    short = logits.amax(-1) - logits.gather(1, torch.tensor(written, device="cuda")[:, None])[:, 0]
+    assert (short / (logits.amax(-1) - logits.amin(-1))).max() <= 0.03
+
+
+@pytest.mark.gpu
+def test_twenty_prompt_lengths_compile_nothing_after_the_first(monkeypatch):
+    """And they share one captured step, and a captured reading for each power of two."""
+    engine, compiled = hybrid(), []
+
+    def requested(length):
         generator = Generator(engine, tokens_of(1, length)[0].tolist(), max_new_tokens=5, seed=length)
         assert len(columns(generator)[0]) == 5
-    assert len(engine.decoder.captured) == 1
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: compiled.append(told.get("repr")))
+    requested(40)
+    assert compiled  # the hook is told
+    compiled.clear()
+    for length in range(3, 503, 25):
+        requested(length)
+    assert compiled == [] and len(engine.decoder.captured) == 1
+    (steps,) = engine.decoder.captured.values()
+    assert steps.graph is not None and sorted(width for _, width in steps.readings) == [64, 128, 256, 512]
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_anew_after_all_were_freed():
+    engine, prompt, written = hybrid(), tokens_of(1, 40)[0].tolist(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a graph that cannot be captured is one
+        for _ in range(3):
+            written.append(columns(Generator(engine, prompt, max_new_tokens=5, temperature=0)))
+            engine.forget()
+    assert written[0] == written[1] == written[2]

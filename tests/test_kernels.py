@@ -421,3 +421,17 @@ def test_what_triton_cannot_take_runs_in_eager_and_says_so():
     inputs = {n: None if x is None else x.float() for n, x in delta_inputs(1, 5, 1, 1, 260, 8, "none").items()}
     with kernels.use_backend("triton"), pytest.warns(UserWarning, match="K=260"):
         kernels.delta_rule(**inputs)
+
+
+@pytest.mark.parametrize("shape, biased", [((7,), True), ((7,), False), ((3, 7), True)])
+def test_layer_norm(shape, biased):
+    torch.manual_seed(0)
+    x = (3 + 2 * torch.randn(2, 5, 3, 7, dtype=F64)).requires_grad_()
+    parameters = [torch.randn(shape, dtype=F64, requires_grad=True) for _ in range(1 + biased)]
+    out, right = (module.layer_norm(x, *parameters, eps=1e-2) for module in (eager, reference))
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, [x, *parameters], dout) for y in (out, right))
+    assert all(relative_error(a, b) < 1e-13 for a, b in zip([out, *found], [right, *wanted], strict=True))
+    half = x.detach().bfloat16()  # computed in fp32 and rounded once, the weights unrounded
+    fp32 = [p.detach().float() for p in parameters]
+    assert torch.equal(eager.layer_norm(half, *fp32), eager.layer_norm(half.float(), *fp32).bfloat16())

@@ -1,6 +1,8 @@
 """Every recipe is read, counted, and at tiny size trained, sampled and scored."""
 
+import math
 import re
+import shlex
 
 import pytest
 import torch
@@ -19,9 +21,9 @@ RECIPES = ROOT / "configurator" / "recipes"
 NAMES = sorted(path.stem for path in (RECIPES / "124m").glob("*.py"))
 
 
-def model_of(path):
+def model_of(path, *flags):
     """The recipe's model without weights."""
-    config = configurator.load(TrainConfig, [str(path)]).config
+    config = configurator.load(TrainConfig, [str(path), *flags]).config
     settings = {name: getattr(config, name) for name in ModelConfig.model_fields}
     with torch.device("meta"):
         return Model(ModelConfig(**settings | {"vocab_size": config.vocab_size or 4096}))
@@ -45,6 +47,21 @@ def test_a_billion_parameters():
     model = model_of(RECIPES / "1b.py")
     assert model.n_params() == 1_001_755_520
     assert [spec.name for spec in model.specs] == ["gdn", "gdn", "gdn", "attn"] * 4
+
+
+def test_characters_of_shakespeare_at_nanogpts_size_and_budget():
+    """10.65M parameters without positions, as nanoGPT prints; the hybrid of the recipe's docstring within 1% of them."""
+    path = RECIPES / "shakespeare_char.py"
+    model = model_of(path, "--vocab_size=65")
+    assert model.n_params() - model.position_embedding.weight.numel() == 10_646_784
+    command = shlex.split(path.read_text().split('"""')[1].splitlines()[-1])
+    assert command[:3] == ["python", "train.py", "configurator/recipes/shakespeare_char.py"]
+    assert abs(model_of(path, "--vocab_size=65", *command[3:]).n_params() / model.n_params() - 1) < 0.01
+    config = configurator.load(TrainConfig, [str(path)]).config
+    assert config.batch_size * config.block_size * config.max_iters == 64 * 256 * 5000
+    held_out = 111_541  # tokens of the split, its separator included
+    assert config.eval_iters * config.batch_size >= math.ceil((held_out - 1) / config.block_size) and not config.document_mask
+    assert config.dropout == model.blocks[0].dropout.p == model.blocks[0].mixer.dropout == model.dropout.p == 0.2
 
 
 def test_published_shapes():

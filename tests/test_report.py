@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,10 @@ BASE = ["--patterns=gdn; attn", "--max_iters=4", "--n_layer=2", "--n_embd=32", "
 BASE += ["--vocab_size=4096"]
 
 
+def at_step(step, val_loss=1.0, evaluated=None):
+    return {"step": step, "val_loss": val_loss, "evaluated": step if evaluated is None else evaluated}
+
+
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
     """Runs that take no time: instead of train.py and eval.py something that leaves what they would leave."""
@@ -159,7 +164,7 @@ def processes(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.subprocess, "Popen", Fake)
     monkeypatch.setattr(sweep.subprocess, "run", run)
     monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
-    monkeypatch.setattr(sweep.Job, "_step", lambda job: 4 if (job.folder / "last").is_file() else None)
+    monkeypatch.setattr(sweep.Job, "meta", lambda job: at_step(4) if (job.folder / "last").is_file() else None)
     return commands, Fake
 
 
@@ -181,23 +186,97 @@ def test_a_pilot_finds_the_rate_and_the_report_gets_its_runs(processes, tmp_path
     assert len([c for c in commands if "--limit=3" in c]) == 8 and not [c for c in commands if "train.py" in c[1]]
 
 
-def test_a_failure_is_told_and_the_others_go_on(processes, tmp_path):
+def test_failures_are_told_and_the_others_compared(processes, tmp_path, capsys):
     commands, fake = processes
-    fake.failing = ("attn",)
-    with pytest.raises(ConfigError) as error:
-        sweep.main([*BASE, "--seeds=1", "--tasks=none", f"--sweep_dir={tmp_path / 'sweep'}"])
-    (problem,) = error.value.problems
-    assert problem.endswith("attn_lr0.002_seed1: train ended with 2: error: the loss is nan")
-    assert len(commands) == 2
+    fake.failing = ("attn_lr0.003", "linear")
+    arguments = ["--patterns=attn; linear; gdn", *BASE[1:], "--learning_rates=1e-3,3e-3,1e-2", "--seeds=7,8", "--tasks=none"]
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([*arguments, f"--sweep_dir={tmp_path / 'sweep'}"])
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    wrong = ["attn_lr0.003_seed7", *(f"linear_lr{rate}_seed7" for rate in ("0.001", "0.003", "0.01"))]
+    assert [line for line in printed.err.splitlines() if line.startswith("failed: ")] == [
+        f"failed: {tmp_path / 'sweep' / name}: train ended with 2: error: the loss is nan" for name in wrong
+    ]
+    trained = [c for c in commands if "train.py" in c[1]]
+    assert len(trained) == 9 + 2  # what failed is not tried again, and a pattern of which nothing is left gets no seeds
+    names = [f"{name}_seed{seed}" for name in ("attn_lr0.001", "gdn_lr0.003") for seed in (7, 8)]
+    assert commands[-1][2:7] == ["--compare", *(str(tmp_path / "sweep" / name) for name in names)]
+    text = (tmp_path / "sweep" / "sweep.md").read_text()
+    assert text in printed.out and "| attn | 0.7500 |  | 0.7500 |" in text and "| linear |  |  |  |" in text
+    assert "| `attn` | 0.003 | 7 | 0 of 4 (failed) |" in text and text.count("- failed: ") == 4
+
+
+def test_runs_are_spread_over_the_gpus(monkeypatch, tmp_path):
+    """Each on the one with the fewest, of those that are visible; and all as they are without GPUs, or under torchrun."""
+    ends, given = iter([3, 1, 4, 2, 9, 9]), []  # polls until each is done
+
+    class Fake:
+        returncode = 0
+
+        def __init__(self, command, env, **_):
+            self.left, self.name = next(ends), Path(command[-2].split("=")[1]).name
+            given.append((self.name, env["CUDA_VISIBLE_DEVICES"]))
+
+        def poll(self):
+            self.left -= 1
+            return 0 if self.left <= 0 else None
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Fake)
+    monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
+    monkeypatch.setattr(sweep.Job, "eval_command", lambda job: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    config = sweep.SweepConfig(patterns="gdn", sweep_dir=str(tmp_path))
+    jobs = [sweep.Job(config, [], "gdn", None, 1e-3, seed) for seed in range(6)]
+    assert sweep.visible_gpus(config) == ["5", "7"]
+    assert sweep.run_all(jobs, 4, sweep.visible_gpus(config)) == {}
+    # 0: 5, 1: 7, 2: 5, 3: 7; 1 is done first, then 3: both of their successors go where it is empty; 0 is done: 5
+    assert [gpu for _, gpu in given] == ["5", "7", "5", "7", "7", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert sweep.visible_gpus(config) == ["0", "1"]
+    for other in ({"torchrun": 2}, {"device": "cpu"}, {"device": "cuda:1"}):
+        assert sweep.visible_gpus(config.model_copy(update=other)) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert sweep.visible_gpus(config) == []
+
+
+def test_a_run_that_reached_its_loss_is_finished(processes, tmp_path, monkeypatch):
+    def command(meta, *flags, **settings):
+        monkeypatch.setattr(sweep.Job, "meta", lambda job: meta)
+        config = sweep.SweepConfig(patterns="gdn", max_iters=9, sweep_dir=str(tmp_path), **settings)
+        return sweep.Job(config, list(flags), "gdn", None, 0.002, 1).train_command()
+
+    assert command(at_step(4, 0.5), stop_loss=0.5) is None and command(at_step(9)) is None
+    for meta, low in ((at_step(4, 0.5), 0.4), (at_step(4, 0.5), None), (at_step(4, 0.5, 2), 0.5), (at_step(4, None), 0.5)):
+        assert command(meta, stop_loss=low) is not None
+    resumed = command(at_step(4, 0.5), "--stop_loss=0.4", "--n_embd=64", "--max_iters=9", stop_loss=0.4)
+    assert resumed[2:] == [f"--resume={tmp_path / 'gdn_lr0.002_seed1'}", "--stop_loss=0.4", "--max_iters=9"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_cut_off_leaves_a_table(root, tmp_path):
+    command = [sys.executable, "sweep.py", *BASE, "--seeds=1", "--tasks=none", f"--sweep_dir={tmp_path}", "--patterns=attn; gdn"]
+    command += ["--batch_size=1", "--eval_iters=1", "--warmup_iters=1", "--log_interval=1", "--eval_interval=100"]
+    command += ["--max_iters=200", "--learning_rate=1e-2"]
+    with subprocess.Popen(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        second = tmp_path / "gdn_lr0.01_seed1" / "metrics.jsonl"
+        while process.poll() is None and not (second.is_file() and second.stat().st_size):
+            time.sleep(0.1)
+        process.terminate()
+    assert process.returncode == 128 + 15
+    first, cut = (tmp_path / "sweep.md").read_text().splitlines()[-2:]
+    assert first.startswith("| `attn` | 0.01 | 1 |") and " of " not in first
+    assert cut.startswith("| `gdn` | 0.01 | 1 |") and " of 200 |" in cut
 
 
 def test_an_interrupted_run_is_resumed(processes, tmp_path, monkeypatch):
     commands, _ = processes
-    monkeypatch.setattr(sweep.Job, "_step", lambda job: 2)
+    monkeypatch.setattr(sweep.Job, "meta", lambda job: at_step(2))
     config = sweep.SweepConfig(patterns="gdn", max_iters=4, sweep_dir=str(tmp_path))
     job = sweep.Job(config, [], "gdn", None, 0.002, 1)
     assert job.train_command()[-1] == f"--resume={tmp_path / 'gdn_lr0.002_seed1'}"
-    monkeypatch.setattr(sweep.Job, "_step", lambda job: 4)
+    monkeypatch.setattr(sweep.Job, "meta", lambda job: at_step(4))
     assert job.train_command() is None
     three = sweep.SweepConfig(patterns="gdn", max_iters=5, torchrun=3, sweep_dir=str(tmp_path))
     command = sweep.Job(three, ["--x=1"], "gdn", 64, 0.002, 1).train_command()

@@ -80,6 +80,39 @@ def test_a_finished_run_resumes_to_nothing_and_says_what_continues_it(run, capsy
     assert checkpoint.resolve(out).name == "step-000008"
 
 
+def test_a_run_ends_at_the_loss_it_was_to_reach(run, capsys):
+    common = ["--max_iters=40", "--eval_interval=5", "--save_interval=40", "--lr_decay_iters=40", "--log_interval=1"]
+    whole = run(*common, name="whole")
+    losses = curve(whole, "val_loss")
+    wanted = losses[10]
+    assert losses[5] > wanted > losses[40]
+    out = run(*common, f"--stop_loss={wanted}", name="out")
+    meta = checkpoint.open_checkpoint(out)[1]
+    assert (meta["step"], meta["ended"], meta["val_loss"]) == (10, "stop_loss", wanted)
+    lines, printed = metrics(out), capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"python train.py --resume={out} --stop_loss=none" and any("is at most stop_loss=" in p for p in printed)
+    run(f"--resume={out}")  # ends at once
+    assert checkpoint.open_checkpoint(out)[1]["step"] == 10 and metrics(out) == lines
+    assert "is at most stop_loss=" in capsys.readouterr().out
+    run(f"--resume={out}", f"--stop_loss={min(losses.values()) / 2}")  # goes on, to the end
+    assert checkpoint.open_checkpoint(out)[1]["ended"] == "max_iters"
+    assert_equal_runs(whole, out)
+    assert checkpoint.open_checkpoint(whole)[1]["ended"] == "max_iters"
+
+
+def test_a_signal_in_the_validation_that_would_end_a_run_leaves_it_open(run, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        at_call(patch, loading, "score_mask", 5, send(signal.SIGTERM))  # the first four calls are those of the steps before
+        with pytest.raises(SystemExit):
+            run("--max_iters=8", "--eval_interval=4", "--stop_loss=99", name="cut")
+    cut = tmp_path / "cut"
+    meta = checkpoint.open_checkpoint(cut)[1]
+    assert (meta["step"], meta["evaluated"], meta["ended"]) == (4, 0, None)
+    run(f"--resume={cut}")
+    meta = checkpoint.open_checkpoint(cut)[1]
+    assert (meta["step"], meta["evaluated"], meta["ended"]) == (4, 4, "stop_loss")
+
+
 def test_from_an_older_checkpoint_the_newer_ones_are_set_aside(run, capsys):
     whole = run("--max_iters=9", "--save_interval=3", "--keep_last=3", "--log_interval=1", name="whole")
     out = run("--max_iters=9", "--save_interval=3", "--keep_last=3", "--log_interval=1", name="out")

@@ -114,6 +114,16 @@ def test_the_step_is_the_mean_over_tokens_and_layers(run):
         assert torch.allclose(x, b[n], atol=1e-5) and torch.allclose(x, c[n], atol=1e-5), n
 
 
+def test_an_indexer_that_learns_changes_no_step_of_the_rest(run):
+    """While all keys are read; the gradients are clipped, where the indexers' norm must not count."""
+    flags = (DENSE, "--max_iters=4", "--grad_clip=0.05")
+    alone, joint = run(*flags, name="alone"), run(*flags, "--indexer=joint", name="joint")
+    norms = [[m["grad_norm"] for m in metrics(folder) if "grad_norm" in m] for folder in (alone, joint)]
+    assert all(0.05 < a < b for a, b in zip(*norms, strict=True))
+    before, after = weights(alone), weights(joint)
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {n for n in after if indexer(n)}
+
+
 def test_it_is_traced_whole():
     model = Model(config_of(f"dsa({OPTIONS})"))
     for layer in train.indexed(model):
@@ -226,7 +236,7 @@ def test_health_of_a_selection(dataset):
     with train.kernels.observe(lambda op, args, kwargs, result: seen.setdefault(op, (args, kwargs))), torch.no_grad():
         model.eval()(tokens, segment_ids=ids)
     (q, k, _, *index), _ = seen["sparse_attention"]
-    scores, recalls, overlaps = train.kernels.indexer_scores(*index)[0], [], []
+    scores, recalls, most, overlaps = train.kernels.indexer_scores(*index)[0], [], [], []
     for start, end in ((0, 10), (10, 21)):
         for t in range(start, end):
             p = torch.stack([(q[0, t, h] @ k[0, start : t + 1, h].T * q.shape[-1] ** -0.5).softmax(-1) for h in range(2)]).mean(0)
@@ -235,9 +245,11 @@ def test_health_of_a_selection(dataset):
                 own[-1] = torch.inf
                 chosen, best = set(own.topk(4).indices.tolist()), set(p.topk(4).indices.tolist())
                 recalls.append(sum(p[s].item() for s in chosen))
+                most.append(sum(p[s].item() for s in best))
                 overlaps.append(len(chosen & best) / 4)
     figures = monitor.health(model, Batch(tokens, tokens, ids), None)["0"]
     assert figures["recall"] == pytest.approx(sum(recalls) / len(recalls), rel=1e-5)
+    assert figures["most"] == pytest.approx(sum(most) / len(most), rel=1e-5) and figures["most"] > figures["recall"]
     assert figures["overlap"] == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-5)
     kl = train.kernels.indexer_kl(q, k, *index, top_k=4, local=1, segment_ids=ids).sum() / 21
     assert figures["kl"] == pytest.approx(kl.item(), rel=1e-5)

@@ -21,6 +21,7 @@ import sample
 import train
 from configurator import ConfigError, ModelConfig, TrainConfig
 from data.loader import Loader, heldout_batches
+from data.synthetic import prepare as synthetic
 from data.tokens import Dataset
 from model import Model
 
@@ -63,6 +64,21 @@ def test_it_learns_and_bits_per_byte_are_what_they_say(run, dataset):
                 n_bytes += len(tokenizer.decode_bytes([label]))
     assert math.isclose(nll / math.log(2) / n_bytes, records[-1]["val_bits_per_byte"], rel_tol=1e-5)
     assert meta["step"] == 120 and meta["tokens"] == 120 * 2 * 32
+
+
+def test_answers_of_a_made_task_are_counted(tmp_path, capsys):
+    """The accuracy that is logged is that of the most likely tokens, over the rows of the validation."""
+    data = tmp_path / "mqar"
+    synthetic.main(["--task=mqar", "--row=32", "--pairs=4", "--vocab=16", "--rows=64", "--val_rows=24", f"--out={data}"])
+    common = [f"--dataset={data}", "--batch_size=20", "--eval_iters=9", "--max_iters=30", "--eval_interval=30"]
+    train.main([*TINY, *common, f"--out_dir={tmp_path / 'run'}"])
+    model, _, _ = checkpoint.load_model(tmp_path / "run")
+    tokens, labels = map(torch.from_numpy, Dataset.open(data).val.read_rows(range(24)))
+    with torch.no_grad():
+        likely = model(tokens, segment_ids=torch.ones_like(tokens, dtype=torch.int32)).logits.argmax(-1)
+    known = labels >= 0
+    assert known.sum() == 24 * 4 and curve(tmp_path / "run", "val_accuracy") == {30: (likely == labels)[known].double().mean()}
+    assert "% of the answers" in capsys.readouterr().out
 
 
 def test_learning_rate_is_never_negative_and_warms_up():
@@ -319,9 +335,11 @@ def test_the_activation_estimate_counts_what_autograd_keeps():
 
 
 @pytest.mark.parametrize("flag, says", [("--parallel=fsdp", "no effect in one process"), ("--cuda_graph", "needs a CUDA device"),
-                                        ("--decay_fraction=0.5", "lr_schedule")])  # fmt: skip
+                                        ("--decay_fraction=0.5", "lr_schedule"),
+                                        ("--stop_loss=1", "no effect with indexer='only'")])  # fmt: skip
 def test_flags_that_would_do_nothing_are_refused(dataset, tmp_path, flag, says):
-    assert any(says in line for line in fails(train.main, *flags(dataset, tmp_path / "x", flag)))
+    more = ["--indexer=only"] if "indexer" in says else []
+    assert any(says in line for line in fails(train.main, *flags(dataset, tmp_path / "x", flag, *more)))
 
 
 # A value of each setting that leaves its trace in a run of four steps; another test has what leaves none there.
@@ -336,7 +354,8 @@ TRACES = {
 }  # fmt: skip
 ELSEWHERE = {
     "out_dir", "overwrite", "dataset", "init_from", "resume", "indexer", "distill", "parallel", "context_parallel", "eval_only",
-    "async_save", "dry_run", "non_finite", "activation_checkpointing", "device", "compile", "deterministic", "cuda_graph",
+    "stop_loss", "async_save", "dry_run", "non_finite", "activation_checkpointing", "device", "compile", "deterministic",
+    "cuda_graph",
     "decay_fraction", "mixers", "wandb_log", "wandb_project", "wandb_run_name",
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
-"""Multi-query associative recall at Zoology's size (2312.04927): two mixers without FFN, 8 epochs of 100,000 rows.
+"""Multi-query recall at Zoology's size (2312.04927): two mixers without FFN, one head, at most 8 epochs of 100,000 rows.
 
 python data/synthetic/prepare.py --task=mqar --row=256 --pairs=32
-python sweep.py configurator/recipes/mqar.py --patterns="attn(ffn=none); gdn(ffn=none)" --learning_rates=1e-3,3e-3 --tasks=mqar
+python sweep.py configurator/recipes/mqar.py --patterns="attn(ffn=none); gdn(ffn=none)" --learning_rates=5e-4,2e-3,5e-3 --tasks=mqar
+
+Attention alone has no convolution to see the token before, and learns the task at small rates only. On a GPU `--compile=false
+--cuda_graph`: the steps are mostly launches.
 """
 
 dataset = "data/synthetic/mqar-256-32"
@@ -17,4 +20,5 @@ warmup_iters = max_iters // 10
 eval_interval = _rows // batch_size
 eval_iters = 4
 log_interval = 100
+stop_loss = 0.03  # nats an answer: more than 99% of them are right
 weight_decay = 0.1

@@ -1,6 +1,6 @@
 """How many attention layers a hybrid needs: 9 million parameters, four epochs of ten million tokens (data/english/prepare.py).
 
-python sweep.py configurator/recipes/ratio.py --patterns="gdn; gdn*3 attn; attn" --match=parameters --learning_rates=1e-3,2e-3
+python sweep.py configurator/recipes/ratio.py --patterns="gdn; gdn*3 attn; attn" --match=parameters --learning_rates=1e-3,3e-3
 """
 
 dataset = "english"
