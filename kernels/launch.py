@@ -7,6 +7,7 @@ capability; a device takes the row of the largest that does not exceed its own. 
 """
 
 import functools
+import threading
 import weakref
 
 import torch
@@ -48,6 +49,20 @@ def operand_types(x, kernel, wide="tf32x3"):
     return {"DOT": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], "PREC": "tf32"}
 
 
+class _Thread(threading.local):
+    device = None
+
+
+_thread = _Thread()
+
+
+def _enter(device):
+    """Make the device's context current in this thread: encoding a descriptor needs one and, unlike a launch, does not see to it.
+    A thread of autograd's whose first use of the GPU is a descriptor has none. Any call of CUDA's runtime makes it current."""
+    torch.cuda.mem_get_info(device)
+    _thread.device = device
+
+
 class Tile(TensorDescriptor):
     """A descriptor without Triton's checks in Python, which take 2 us: the driver makes them again when it encodes one."""
 
@@ -57,6 +72,8 @@ class Tile(TensorDescriptor):
 
 def tile(x, block):
     """A descriptor of x `(B, T, H, D)` in the order (B, H, T, D), in tiles `(1, 1, *block)`; zeros beyond the ends."""
+    if x.is_cuda and _thread.device != x.device:
+        _enter(x.device)
     B, T, H, D = x.shape
     s_b, s_t, s_h, s_d = x.stride()
     return Tile(x, [B, H, T, D], [s_b, s_h, s_t, s_d], [1, 1, *block])
