@@ -158,13 +158,12 @@ def roof(device, dtype):
 # Measuring
 
 
-def empty(engine):
-    """Free what earlier measurements hold, and count the device's memory anew."""
-    engine.forget()
+def empty(device):
+    """Give back what earlier measurements held, and count the device's memory anew."""
     gc.collect()
-    if engine.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(engine.device)
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_bytes(engine):
@@ -225,7 +224,8 @@ def measure_prompt(config, engine, row):
         row["why"] = row["why"] or f"its state grows: max_prompt={config.max_prompt}"
     if row["why"]:
         return
-    empty(engine)
+    engine.forget()
+    empty(engine.device)
     seconds = first_token_seconds(engine, n)
     flops, moved = prefill_work(model, n, torch.finfo(engine.dtype).bits // 8)
     row |= {"ms": 1e3 * seconds, "device_bytes": device_bytes(engine), "flops": flops, "bytes": moved}
@@ -238,7 +238,8 @@ def measure_steps(config, engine, row):
     row["why"] = problem(config, model, batch, context + config.tokens + 2, engine.dtype)
     if row["why"]:
         return
-    empty(engine)
+    engine.forget()
+    empty(engine.device)
     seconds, steps = step_seconds(engine, batch, context, config.tokens)
     moved = bytes_per_step(model, steps.state, engine.dtype)
     row |= {"ms": 1e3 * seconds, "tokens_per_second": batch / seconds, "bytes": moved, "allocated_bytes": steps.state.nbytes}
@@ -295,6 +296,7 @@ def decode(config):
     print("  ".join(name.ljust(w) if name == "layers" else name.rjust(w) for name, w in COLUMNS.items()))
     for part in (prompts_of, steps_of):
         for item in models(config):
+            empty(device)  # weights within a block of gigabytes that is only cached would keep all of it
             engine = engine_of(config, item, device, dtype)
             part(config, item, engine, content)
             write_report(config, "decode", device, **content)
@@ -435,7 +437,7 @@ def roofline(pyplot, path, title, content, rows, reads):
     """FLOP/s against FLOP per byte: measured steps and prefills of whole models, and (hollow, on the roof) each mixer alone."""
     flops, bandwidth = content["roof"]["flops"], content["roof"]["bytes"]
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    x = [2.0**i for i in range(-4, 13)]
+    x = [2.0**i for i in range(-4, 20)]
     axis.loglog(x, [min(flops, i * bandwidth) for i in x], "k-", linewidth=1)
     items = list(dict.fromkeys(row["layers"] for row in rows))
     for i, item in enumerate(items):
@@ -448,12 +450,14 @@ def roofline(pyplot, path, title, content, rows, reads):
     for phase, marker in (("decode", "o"), ("prefill", "s")):
         near = {}  # mixers that would lie on each other share a label
         for kind, found in longest.items():
-            near.setdefault(round(2 * math.log2(found[phase])), []).append((kind, found[phase]))
-        for group in near.values():
+            near.setdefault(round(math.log2(found[phase])), []).append((kind, found[phase]))
+        for i in sorted(near):
+            group = near[i]
             at = [(i, min(flops, i * bandwidth)) for _, i in group]
             axis.plot(*zip(*at, strict=True), marker, color="k", fillstyle="none", markersize=7)
-            axis.annotate("\n".join(kind for kind, _ in group), at[0], (-4, 8), textcoords="offset points", fontsize=6)
-    axis.set_ylim(top=3 * flops)
+            names = ", ".join(kind for kind, _ in group)
+            axis.annotate(names, at[0], (-8, 6 + 9 * (i % 3)), textcoords="offset points", fontsize=6)
+    axis.set_ylim(top=6 * flops)
     axis.set_xlabel("FLOP per byte")
     axis.set_ylabel("FLOP/s")
     axis.set_title(f"{title}: circles decode, squares prefill; hollow: a mixer alone, at the roof", fontsize=9)
