@@ -1,5 +1,6 @@
 """The exam every mixer takes: `python check.py`, `python check.py gdn "swa(window=5)"`, `python check.py mine.py toy`.
-On a GPU `python check.py --device=cuda` examines the Triton operators instead (benchmarks/accuracy.py), some of them if named.
+On a GPU `python check.py --device=cuda` examines the Triton operators instead (benchmarks/accuracy.py), some of them if named;
+with `--beside=fla` only beside flash-linear-attention, with `--seconds=N` as far as it comes in that time.
 
 Arguments are layer-pattern items; without any, all registered mixers and the variants below are examined. A *.py
 argument registers further mixers first; with no item beside it, these are examined. A mixer stands alone, small, all
@@ -25,6 +26,7 @@ too rare to matter; under `cache` and `stress` only the median token counts if `
 
 import copy
 import math
+import re
 import sys
 import tempfile
 import time
@@ -374,17 +376,33 @@ def items_of(argv):
     return list(dict.fromkeys(items))
 
 
+def flags_of(argv):
+    """The flags of a command line, and its other arguments."""
+    flags, rest = {"--device": "cpu"}, [argument for argument in argv if not argument.startswith("-")]
+    for argument in [argument for argument in argv if argument not in rest]:
+        name, _, value = argument.partition("=")
+        if argument in ("--device=cpu", "--device=cuda"):
+            flags[name] = value
+        elif argument == "--beside=fla":
+            flags["beside_only"] = True
+        elif name == "--seconds" and re.fullmatch(r"[0-9]+", value) and int(value):
+            flags["seconds"] = int(value)
+        else:
+            allowed = "--device=cpu, --device=cuda, --beside=fla and --seconds=N, a whole number from 1 on"
+            raise ConfigError(f"{argument}: the flags are {allowed}")
+    if flags["--device"] == "cpu" and len(flags) > 1:
+        raise ConfigError("--beside and --seconds are for the operators' exam: add --device=cuda")
+    return flags, rest
+
+
 def main(argv):
     if "-h" in argv or "--help" in argv:
         return print(__doc__, end="")
-    flags = [argument for argument in argv if argument.startswith("-")]
-    if unknown := [flag for flag in flags if flag not in ("--device=cpu", "--device=cuda")]:
-        raise ConfigError([f"{flag}: the only flag is --device=cpu or --device=cuda" for flag in unknown])
-    argv = [argument for argument in argv if argument not in flags]
-    if "--device=cuda" in flags:
+    flags, argv = flags_of(argv)
+    if flags.pop("--device") == "cuda":
         from benchmarks import accuracy
 
-        if failures := accuracy.main(argv):
+        if failures := accuracy.main(argv, **flags):
             print("\n" + "\n".join(failures))
             sys.exit(1)
         return None

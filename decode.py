@@ -4,9 +4,9 @@ Short prompts are read by a graph too, one for each power of two that prompts ar
 
 A `Decoder` packs a model's weights once: what reads the same input becomes one matrix, matrices in the compute type, norms and
 gates in fp32. A layer is then five launches: the norm, the projections and the convolution's update; the recurrence (or attention
-over the cache, and one more to join its slices); the output projection onto the residual stream, which stays in fp32; two for the
-feed-forward network. A mixer that has no such form runs as the model has it, inside the same graph. On a CPU the kernels run in
-Triton's interpreter: slow, for tests.
+over the cache, and one more to join its slices; before sparse attention two that score and choose its keys); the output projection
+onto the residual stream, which stays in fp32; two for the feed-forward network. A mixer that has no such form runs as the model has
+it, inside the same graph. On a CPU the kernels run in Triton's interpreter: slow, for tests.
 """
 
 import copy
@@ -17,8 +17,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from kernels import triton_sparse as sparse
 from kernels import triton_step as step
-from model import FEATURE_MAPS, MLP, Attention, DeltaRule, LinearAttention, Mamba2, RMSNorm, SwiGLU
+from model import FEATURE_MAPS, MLP, Attention, DeltaRule, LinearAttention, Mamba2, RMSNorm, SparseAttention, SwiGLU
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packing
@@ -119,21 +120,47 @@ def heads(x, n, width):
     return x.unflatten(1, (1, n, width))
 
 
-def attention(m, norm, dtype):
-    project, out = Product([m.qkv_proj], dtype, norm), Product([m.out_proj], dtype)
+def frequencies(m, rope_dim):
+    """What `rope_tables` multiplies positions by, from the same operations; None where nothing is rotated."""
+    steps = torch.arange(0, rope_dim, 2, device=m.qkv_proj.weight.device, dtype=torch.float32)
+    return m.theta ** (-steps / rope_dim) if rope_dim else None
+
+
+def head_options(m):
+    """What `step.attention` does to queries and keys first: norms, their eps, frequency."""
     norms = [packed_norm(u)[0] for u in (m.q_norm, m.k_norm)] if m.qk_norm else None
-    eps = norms[0].eps if norms else 0.0
-    norms = tuple(u.weight for u in norms) if norms else None
-    frequency = None
-    if m.rope_dim:  # by the same operations as `rotary`
-        frequency = m.theta ** (-torch.arange(0, m.rope_dim, 2, device=m.qkv_proj.weight.device, dtype=torch.float32) / m.rope_dim)
+    options = {"norms": tuple(u.weight for u in norms), "eps": norms[0].eps} if norms else {"norms": None, "eps": 0.0}
+    return options | {"frequency": frequencies(m, m.rope_dim)}
+
+
+def attention(m, norm, dtype):
+    project, out, prepare = Product([m.qkv_proj], dtype, norm), Product([m.out_proj], dtype), head_options(m)
 
     def run(x, state, **residual):
         q, k, v, *gate = project(x).split(m.split, dim=1)
         y = step.attention(
             q.unflatten(1, (m.H, m.D)), k.unflatten(1, (m.Hk, m.D)), v.unflatten(1, (m.Hk, m.D)), k_cache=state.k, v_cache=state.v,
-            length=state.length, scale=m.D**-0.5, window=m.window, keep_first=m.keep_first, sinks=m.sinks, norms=norms, eps=eps,
-            frequency=frequency, gate=gate[0] if gate else None,
+            length=state.length, scale=m.D**-0.5, window=m.window, keep_first=m.keep_first, sinks=m.sinks, **prepare,
+            gate=gate[0] if gate else None,
+        )  # fmt: skip
+        return out(y.flatten(1), **residual)
+
+    return run
+
+
+def sparse_attention(m, norm, dtype):
+    project = Product([m.qkv_proj, m.index_q_proj, m.index_k_proj, m.index_w_proj], dtype, norm)
+    out, split, u = Product([m.out_proj], dtype), [*m.split, m.J * m.d, m.d, m.J], m.index_k_norm
+    options = head_options(m) | {"index_frequency": frequencies(m, m.index_rope_dim), "scale": m.D**-0.5, "local": m.local}
+    options |= {"index_norm": (u.weight.detach().float(), u.bias.detach().float(), u.eps), "index_scale": (m.J * m.d) ** -0.5}
+
+    def run(x, state, **residual):
+        q, k, v, *gate, index_q, index_k, index_w = project(x).split(split, dim=1)
+        q, k, v = q.unflatten(1, (m.H, m.D)), k.unflatten(1, (m.Hk, m.D)), v.unflatten(1, (m.Hk, m.D))
+        y = sparse.decode(
+            q, k, v, index_q.unflatten(1, (m.J, m.d)), index_k, index_w,
+            k_cache=state.k, v_cache=state.v, index_cache=state.index_k, length=state.length,
+            top_k=state.k.shape[1] if m.mode == "dense" else m.top_k, gate=gate[0] if gate else None, **options,
         )  # fmt: skip
         return out(y.flatten(1), **residual)
 
@@ -223,6 +250,7 @@ FORMS = [  # class, whether a module of it has this form, the form
     (SwiGLU, lambda m: True, swiglu),
     (MLP, lambda m: True, mlp),
     (Attention, lambda m: per_head_norms(m) and m.D <= 256, attention),
+    (SparseAttention, lambda m: per_head_norms(m) and max(m.D, m.d) <= 256, sparse_attention),
     (DeltaRule, lambda m: m.steps == 1 and m.conv_weight is not None and max(m.K, m.V) <= 256, delta_rule),
     (LinearAttention, lambda m: not m.rope_dim and max(m.K, m.V) <= 256, linear_attention),
     (Mamba2, lambda m: m.norm_groups == 1 and max(m.N, m.P) <= 256, mamba2),

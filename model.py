@@ -230,16 +230,35 @@ def init_decay(A_log, dt_bias, dt_min=1e-3, dt_max=0.1):
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
-def rotary(x, positions, theta, dim):
-    """Rotary embedding, half-split, on the first `dim` of x's channels: (x1 cos - x2 sin, x2 cos + x1 sin), the rest unchanged.
+def _rope_tables(positions: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = positions[..., None] * theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim)
+    return angle.cos(), angle.sin()
 
-    x `(B, T, H, D)`, positions `(B or 1, T)`; angles and product in fp32, cast back. Su et al. 2104.09864.
+
+_rope_tables_op = torch.library.custom_op("hybrid::rope_tables", _rope_tables, mutates_args=())
+_rope_tables_op.register_fake(_rope_tables)
+
+
+def rope_tables(positions, theta, dim, dtype):
+    """cos and sin of `position * theta^(-2i / dim)`, each `(B or 1, T, dim / 2)`, in fp32 or wider.
+
+    One operator to a compiler, which would compute them anew for every element of q and k, forward and backward.
     """
-    x1, x2 = wide(x[..., : dim // 2]), wide(x[..., dim // 2 : dim])
-    frequency = theta ** (-torch.arange(0, dim, 2, device=x.device, dtype=x1.dtype) / dim)
-    angle = (positions[..., None] * frequency)[:, :, None]  # (B, T, 1, dim/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([(x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), x[..., dim:]], dim=-1)
+    tables = _rope_tables_op if torch.compiler.is_compiling() else _rope_tables
+    return tables(positions, theta, dim, torch.promote_types(dtype, torch.float32))
+
+
+def rotary(*xs, positions, theta, dim):
+    """Rotary embedding, half-split, on the first `dim` channels of each x: (x1 cos - x2 sin, x2 cos + x1 sin), the rest unchanged.
+
+    xs `(B, T, H, D)`, positions `(B or 1, T)`; angles and product in fp32, cast back. Su et al. 2104.09864.
+    """
+    cos, sin = (u[:, :, None] for u in rope_tables(positions, theta, dim, xs[0].dtype))
+    turned = []
+    for x in xs:
+        x1, x2 = wide(x[..., : dim // 2]), wide(x[..., dim // 2 : dim])
+        turned.append(torch.cat([(x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), x[..., dim:]], dim=-1))
+    return turned
 
 
 def recur(op, *args, state, segment_ids, per_token=1, **options):
@@ -388,7 +407,7 @@ class Attention(Mixer):
         q, k, v = q.view(B, T, self.H, self.D), k.view(B, T, self.Hk, self.D), v.view(B, T, self.Hk, self.D)
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm is True else (q, k)
         if self.rope_dim:
-            q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
+            q, k = rotary(q, k, positions=positions, theta=self.theta, dim=self.rope_dim)
         y = self.attend(x, q, k, v, positions, segment_ids, state, aux).reshape(B, T, -1)
         return self.out_proj(y * gate[0].sigmoid() if gate else y)
 
@@ -461,8 +480,8 @@ class SparseAttention(Attention):
 
         I_ts = sum_j w_tj relu(q^I_tj k^I_s / sqrt(index_dim));  q^I = x W_q, k^I = layernorm(x W_k), w = x W_w / sqrt(index_heads)
 
-    Each query reads its `local` nearest keys and the highest-scored others, `top_k` in all, one set for all heads. `mode=dense`
-    reads all keys: for the training that comes before the indexer is of use. Half of its channels are rotated unless `rope=none`.
+    Each query reads its `local` nearest keys and the highest-scored others, `top_k` in all, one set for all heads, without dropout.
+    `mode=dense` reads all keys: for training before the indexer is of use. Half of its channels are rotated unless `rope=none`.
 
     Where `learns` is set, training adds to `aux["indexer_kl"]` the sum over tokens of KL(attention || softmax(I)) over what each
     query reads. The indexer's input is detached and attention a constant there: that loss reaches the indexer alone, and the
@@ -502,7 +521,7 @@ class SparseAttention(Attention):
         q = self.index_q_proj(x).unflatten(-1, (self.J, self.d))
         k = self.index_k_norm(self.index_k_proj(x))[:, :, None]
         if self.index_rope_dim:
-            q, k = (rotary(u, positions, self.theta, self.index_rope_dim) for u in (q, k))
+            q, k = rotary(q, k, positions=positions, theta=self.theta, dim=self.index_rope_dim)
         return q, k[:, :, 0], wide(self.index_w_proj(x)) * self.J**-0.5
 
     def indexer_parameters(self):
@@ -552,10 +571,11 @@ class LatentAttention(Attention):
         c = norm(x W_c);  k_h = [c W_k,h | rope(x W_r)];  v_h = c W_v,h;  q_h = [x W_q,h | rope(x W_q',h)]
 
     `q_rank` gives the queries a latent of their own; `rope=none` leaves the shared part unrotated (Kimi Linear). The cache holds
-    the latents, `kv_rank + rope_dim` per token: against it W_k is applied to the queries and W_v to what they read.
+    the latents, `kv_rank + rope_dim` per token: one token reads it with W_k applied to its queries and W_v to what they read.
     """
 
     no_decay = ()
+    at_once = 2**29  # bytes of keys and values that are made of a cache at once: 6 heads of 192 and 128 for 131,072 tokens
 
     def __init__(
         self,
@@ -592,29 +612,48 @@ class LatentAttention(Attention):
         latent, shared = self.kv_a_norm(latent), shared[:, :, None]
         q, q_shared = q.split([self.nope, self.split[1]], dim=-1)
         if self.rope:
-            q_shared, shared = (rotary(u, positions, self.theta, self.split[1]) for u in (q_shared, shared))
+            q_shared, shared = rotary(q_shared, shared, positions=positions, theta=self.theta, dim=self.split[1])
         scale = (self.nope + self.split[1]) ** -0.5
         if state is None:
-            k, v = self.kv_b_proj(latent).view(B, T, self.H, -1).split([self.nope, self.V], dim=-1)
-            q, k = torch.cat([q, q_shared], -1), torch.cat([k, shared.expand(-1, -1, self.H, -1)], -1)
-            dropout_p = self.dropout if self.training else 0.0
-            o = kernels.softmax_attention(q, k, v, scale=scale, segment_ids=segment_ids, dropout_p=dropout_p)
+            k, v = self.expand(self.kv_b_proj(latent), shared)
+            options = {"segment_ids": segment_ids, "dropout_p": self.dropout if self.training else 0.0}
+            o = kernels.softmax_attention(torch.cat([q, q_shared], -1), k, v, scale=scale, **options)
             return self.out_proj(o.reshape(B, T, -1))
-        per_head = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R)
-        w_k, w_v = per_head.split([self.nope, self.V], dim=1)
-        q = torch.cat([torch.einsum("bthn,hnr->bthr", q, w_k), q_shared], -1)  # against latents: one key head for all
-        k = torch.cat([latent[:, :, None], shared], -1)
-        v = k[..., : self.R]
         self.reserve(state, T)
+        new = torch.cat([latent[:, :, None], shared], -1)
         if T == 1 and segment_ids is None:
-            caches, longest = {"k_cache": state.k, "v_cache": state.k[..., : self.R]}, state.longest + 1
-            o = kernels.softmax_attention_step(q, k, v, scale=scale, length=state.length, longest=longest, **caches)
+            o = self.step(q, q_shared, new, scale, state)
         else:
-            past = self.past(state, "k", "k")
-            past = None if past is None else (past[0], past[1][..., : self.R], *past[2:])
-            o = kernels.softmax_attention(q, k, v, scale=scale, past=past, segment_ids=segment_ids)
-            self.append(state, segment_ids, k=k)
-        return self.out_proj(torch.einsum("bthr,hvr->bthv", o, w_v).reshape(B, T, -1))
+            o = self.read(torch.cat([q, q_shared], -1), new, self.past(state, "k"), scale, segment_ids)
+            self.append(state, segment_ids, k=new)
+        return self.out_proj(o.reshape(B, T, -1))
+
+    def expand(self, kv, shared):
+        """Keys and values `(B, T, heads, .)` of what W_k and W_v make of the latents, kv `(B, T, heads (nope + V))`."""
+        k, v = kv.unflatten(-1, (-1, self.nope + self.V)).split([self.nope, self.V], dim=-1)
+        return torch.cat([k, shared.expand(*k.shape[:3], -1)], -1), v
+
+    def read(self, q, new, past, scale, segment_ids):
+        """Several tokens: latents, new and cached `(B, ., 1, R + rope)`, become keys and values, a few heads at a time.
+
+        Against the latents heads would be too wide for the kernels; keys of all heads of a long cache are tens of times its size.
+        """
+        latents, weight = [x.to(q.dtype) for x in ((new,) if past is None else (new, past[0]))], self.kv_b_proj.weight
+        size = sum(x[..., 0].numel() for x in latents) * (self.nope + self.split[1] + self.V) * q.element_size()  # of one head
+        heads, outs = min(self.H, max(1, self.at_once // size)), []
+        for q_part, w in zip(q.split(heads, dim=2), weight.split(heads * (self.nope + self.V)), strict=True):
+            (k, v), *cached = (self.expand(F.linear(x[:, :, 0, : self.R], w.to(q.dtype)), x[..., self.R :]) for x in latents)
+            there = (*cached[0], *past[1:]) if cached else None
+            outs.append(kernels.softmax_attention(q_part, k, v, scale=scale, past=there, segment_ids=segment_ids))
+        return torch.cat(outs, dim=2)
+
+    def step(self, q, q_shared, new, scale, state):
+        """One token: W_k goes to its queries and W_v to what they read, so that the cache is read as is, as one key head."""
+        w_k, w_v = self.kv_b_proj.weight.to(q.dtype).view(self.H, -1, self.R).split([self.nope, self.V], dim=1)
+        q = torch.cat([torch.einsum("bthn,hnr->bthr", q, w_k), q_shared], -1)
+        caches = {"k_cache": state.k, "v_cache": state.k[..., : self.R], "length": state.length, "longest": state.longest + 1}
+        o = kernels.softmax_attention_step(q, new, new[..., : self.R], scale=scale, **caches)
+        return torch.einsum("bthr,hvr->bthv", o, w_v)
 
     def init_state(self, batch, max_len, device=None, dtype=None):
         return State(batch, device, k=torch.zeros(batch, max_len, 1, sum(self.split), device=device, dtype=dtype))
@@ -693,7 +732,7 @@ class LinearAttention(Mixer):
         q, k, v, *gate = self.in_proj(x).split(self.split, dim=-1)
         q, k, v = q.view(B, T, self.H, self.K), k.view(B, T, self.H, self.K), self.f_v(v.view(B, T, self.H, self.V))
         if self.rope_dim:
-            q, k = (rotary(u, positions, self.theta, self.rope_dim) for u in (q, k))
+            q, k = rotary(q, k, positions=positions, theta=self.theta, dim=self.rope_dim)
         q, k = self.f(q), self.f(k)
         context = {"state": None if state is None else state.recurrent, "segment_ids": segment_ids}
         if self.normalize:

@@ -5,7 +5,8 @@ zero; gates that forget everything here and there. Lengths are around the chunk'
 several and padding; memory that nobody has written is NaN. The output, the final state and every gradient of a random functional
 are compared with fp64, the token loop up to 127 tokens and the chunked eager operator beyond, by ||got - want|| / ||want||; 30
 repeats have to agree bit for bit. Where flash-linear-attention can be imported, its error on the same inputs is the other measure:
-ours is at most 1.1 times that. Jobs run in processes side by side, since compiling takes most of the time.
+ours is at most 1.1 times that; `--beside=fla` compares the two and does nothing else. Jobs run in processes side by side, since
+compiling takes most of the time. `--seconds=N` ends the exam after that time, with the table of what is done by then.
 """
 
 import contextlib
@@ -14,13 +15,15 @@ import multiprocessing
 import os
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent import futures
 from typing import NamedTuple
 
 import torch
 
 import kernels
 from benchmarks.measure import print_table
+from benchmarks.operators import one_line
+from benchmarks.peers import tune_quickly
 from benchmarks.workloads import WORKLOADS, documents
 from configurator import ConfigError
 
@@ -44,10 +47,12 @@ PADDED = 9  # tokens at the end of the last row of packed documents
 LIMITS = {"out": 6e-3, "g": 2e-2, "beta": 2e-2}
 LIMIT, CORRELATED = 1e-2, {"beta": 3e-2}
 CORRELATED_LIMIT, BESIDE_FLA = 2e-2, 1.1
+# Beside fla: heads as `bench.py kernels` measures, so that what fla has chosen there is on disk; errors below ROUNDING are alike.
+BESIDE_SHAPE, BESIDE_LENGTHS, ROUNDING = "B2 H16 K128 V128", (127, 1000), 1e-3
 
 
 class Job(NamedTuple):
-    """One operator at one size on one kind of inputs, over all lengths; or beside fla at one length."""
+    """One operator at one size on one kind of inputs, over all lengths; or beside fla, over BESIDE_LENGTHS."""
 
     name: str
     shape: str
@@ -65,6 +70,7 @@ class Result(NamedTuple):
     errors: dict  # of each tensor: (error / limit, error, length)
     failures: list
     fla_ratio: float | None = None
+    notes: tuple = ()  # printed, whatever the result
 
 
 def limit_of(kind, tensor, dtype=torch.bfloat16):
@@ -107,13 +113,16 @@ def results(call, inputs, weights):
 
 
 def error_of(name, got, want, floor=0.0, by_token=False):
-    """||got - want|| / max(||want||, floor), or the median token's; infinite where not finite. A gradient of decays is a difference
-    of terms of order 1, however small it is."""
+    """||got - want|| / max(||want||, floor), or the median token's, of which each has its share of the floor; infinite where not
+    finite. A gradient of decays is a difference of terms of order 1, however small it is."""
     if got.shape != want.shape or not got.isfinite().all():
         return float("inf")
     dim = -1 if by_token else None
-    floor = max(1e-30, 0.01 * want.numel() ** 0.5 if name == "g" else 0.0 if by_token else floor)
-    return ((got.double() - want).norm(dim=dim) / want.norm(dim=dim).clamp(min=floor)).median().item()
+    if name == "g":
+        floor = 0.01 * want.numel() ** 0.5
+    elif by_token:
+        floor /= (want.numel() / want.shape[-1]) ** 0.5
+    return ((got.double() - want).norm(dim=dim) / want.norm(dim=dim).clamp(min=max(1e-30, floor))).median().item()
 
 
 def floor_of(want):
@@ -166,21 +175,36 @@ def examine(job, device="cuda", dtype=torch.bfloat16, lengths=LENGTHS, repeats=R
     return Result(errors, failures)
 
 
-def examine_beside_fla(job, device="cuda", T=1000):
+def examine_beside_fla(job, device="cuda", dtype=torch.bfloat16, lengths=BESIDE_LENGTHS):
     """Ours and fla's error on the same inputs; what is at rounding in both is not compared."""
-    s, inputs = inputs_of(job, T, device, torch.bfloat16)
-    weights = {}
-    want = truth(job, s, inputs, weights)
-    with kernels.use_backend("triton"):
-        ours = results(lambda x: output(job, s, x), inputs, weights)
-    theirs = results(lambda x: WORKLOADS[job.name].peers["fla"](x, s), inputs, weights)
-    ratios, failures = {}, []
-    for name in ours.keys() & theirs.keys():
-        mine, other = (error_of(name, x[name], want[name], floor_of(want)) for x in (ours, theirs))
-        ratios[name] = mine / max(other, 1e-3)
-        if not ratios[name] <= BESIDE_FLA:
-            failures.append(f"{job}: {name} is off by {mine:.1e}, fla's by {other:.1e}")
-    return Result({}, failures, max(ratios.values()))
+    ratio, failures, notes = 0.0, [], []
+    for T in lengths:
+        s, inputs = inputs_of(job, T, device, dtype)
+        weights = {}
+        want = truth(job, s, inputs, weights)
+        with kernels.use_backend("triton"):
+            ours = results(lambda x, s=s: output(job, s, x), inputs, weights)
+        try:
+            theirs = results(lambda x, s=s: WORKLOADS[job.name].peers["fla"](x, s), inputs, weights)
+        except Exception as error:  # fla refuses some operators on some GPUs, which is no fault of ours
+            return Result({}, [], None, (f"{job}: fla: {one_line(error)}",))
+        errors = []
+        for name in [name for name in want if name in ours and name in theirs]:
+            mine, other = (error_of(name, x[name], want[name], floor_of(want)) for x in (ours, theirs))
+            errors.append(f"{name} {mine:.1e} ({other:.1e})")
+            ratio = max(ratio, mine / max(other, ROUNDING))
+            if not mine <= BESIDE_FLA * max(other, ROUNDING):
+                failures.append(f"{job}, T={T}: {name} is off by {mine:.1e}, fla's by {other:.1e}")
+        notes.append(f"{job}, T={T}: {', '.join(errors)}")
+    return Result({}, failures, ratio, tuple(notes))
+
+
+def start_worker(*tuning):
+    """In a worker, which may run fla: make its tuning quick, as hundreds of configurations in turn take minutes, and silent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Triton prints the code of a kernel that ptxas refuses
+    os.environ |= {"FLA_FLASH_QLA": "0", "TRITON_CACHE_AUTOTUNING": "1"}  # fla's own kernels, and its choices kept on disk
+    with contextlib.suppress(ImportError):
+        tune_quickly(*tuning)
 
 
 def run(job):
@@ -191,26 +215,48 @@ def run(job):
             warnings.filterwarnings("error", message=".* runs in eager PyTorch")
             return examine_beside_fla(job) if job.beside_fla else examine(job)
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return Result({}, [f"{job}: {type(error).__name__}: {lines[-1].strip()[:160]}"])
+        return Result({}, [f"{job}: {one_line(error)}"])
     finally:
         torch.cuda.empty_cache()
 
 
-def jobs_of(names):
-    """All jobs of these operators, those beside fla, which compiles for minutes, last."""
+def run_all(jobs, function=run, seconds=None, said=lambda job, result: None):
+    """{job: function(job)} of the jobs done within `seconds`, in processes that start them in this order; `said` hears of each."""
+    context, before, done = multiprocessing.get_context("spawn"), set(multiprocessing.active_children()), {}
+    cores = os.cpu_count()
+    tuning = context.Semaphore(cores), context.Event()
+    pool = futures.ProcessPoolExecutor(min(cores, 16), context, start_worker, tuning)
+    try:
+        pending = {pool.submit(function, job): job for job in jobs}
+        for future in futures.as_completed(pending, seconds):
+            job = pending[future]
+            try:
+                done[job] = future.result()
+            except futures.BrokenExecutor:  # a process was killed: which job it ran is not known
+                done[job] = Result({}, [f"{job}: a process of the exam ended while this was not done"])
+            said(job, done[job])
+    except futures.TimeoutError:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {job: done[job] for job in jobs if job in done}
+
+
+def jobs_of(names, beside_only=False):
+    """All jobs of these operators, those beside fla, which compiles for minutes, last; or those alone."""
     jobs = []
     for name in names:
         workload, shapes = WORKLOADS[name], SHAPES[name].split(", ")
         for packed in (False, True)[: 1 if name in UNPACKED else 2]:
             jobs += [Job(name, shape, kind, packed) for shape in shapes for kind in workload.kinds]
-        if "fla" in workload.peers and "K" in workload.sizes() and importlib.util.find_spec("fla"):
+        if importlib.util.find_spec("fla") and "fla" in workload.peers and "K" in workload.sizes():
             kinds = [kind for kind in workload.kinds if kind in ("random", "correlated")]
-            jobs += [Job(name, shapes[0].replace(" G2", ""), kind, beside_fla=True) for kind in kinds]
-    return sorted(jobs, key=lambda job: job.beside_fla)
+            jobs += [Job(name, BESIDE_SHAPE, kind, beside_fla=True) for kind in kinds]
+    return sorted([job for job in jobs if job.beside_fla or not beside_only], key=lambda job: job.beside_fla)
 
 
-def main(names):
+def main(names, seconds=None, beside_only=False):
     """Examine the operators of these names, all without any; prints the table and returns what failed."""
     if not torch.cuda.is_available():
         raise ConfigError("--device=cuda: there is no CUDA device here; without the flag the mixers are examined on the CPU")
@@ -218,22 +264,24 @@ def main(names):
         raise ConfigError([f"unknown operator {name!r}: known are {', '.join(SHAPES)}" for name in unknown])
     start, names = time.perf_counter(), names or list(SHAPES)
     absent = [name for name in names if WORKLOADS[name].op not in kernels.TRITON]
-    jobs = jobs_of([name for name in names if name not in absent])
-    with ProcessPoolExecutor(min(os.cpu_count(), 16), multiprocessing.get_context("spawn")) as pool:
-        futures, done = {pool.submit(run, job): job for job in jobs}, {}
-        for future in as_completed(futures):  # said at once: an exam that is cut short has said something
-            job, result = futures[future], future.result()
-            done[job] = result
-            print(
-                "\n".join([f"{len(done)}/{len(jobs)} {job}: {'FAILED' if result.failures else 'ok'}", *result.failures]), flush=True
-            )
-    done = {job: done[job] for job in jobs}
+    jobs = jobs_of([name for name in names if name not in absent], beside_only)
+    if not jobs:
+        raise ConfigError(f"--beside=fla: {', '.join(names)}: fla cannot be imported, or has none of these recurrent operators")
+    count = iter(range(1, len(jobs) + 1))
+
+    def said(job, result):  # at once: an exam that is cut short has said something
+        lines = f"{next(count)}/{len(jobs)} {job}: {'FAILED' if result.failures else 'ok'}", *result.notes, *result.failures
+        print("\n".join(lines), flush=True)
+
+    done = run_all(jobs, seconds=seconds, said=said)
     head = ["operator", "inputs", "jobs", "out", "worst gradient", "of", "at T", "of its limit", "beside fla", "result"]
     print_table(head, table(done))
     for name in absent:
         print(f"{name}: no Triton kernel, skipped")
     failures = [line for result in done.values() for line in result.failures]
-    print(f"{len(jobs)} jobs, {len(failures)} failures, {time.perf_counter() - start:.0f} s")
+    print(f"{len(done)} jobs, {len(failures)} failures, {time.perf_counter() - start:.0f} s")
+    if left := [str(job) for job in jobs if job not in done]:
+        print(f"not done within {seconds:g} s, {len(left)} jobs: {'; '.join(left)}")
     return failures
 
 

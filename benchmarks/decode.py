@@ -23,7 +23,7 @@ from pydantic import Field
 
 import configurator
 from benchmarks.measure import BenchConfig, list_problems, median_seconds, report, split_list, timed, whole_number, write_report
-from benchmarks.operators import last_line
+from benchmarks.operators import one_line
 from benchmarks.training import SIZES
 from configurator import ConfigError, ModelConfig, TrainConfig
 from model import Model, format_bytes
@@ -268,7 +268,7 @@ def compile_model(config, item, device, dtype):
                     engine.forget()
         return None
     except Exception as error:
-        return last_line(error)
+        return one_line(error)
 
 
 def compile_all(config, device, dtype):
@@ -314,7 +314,7 @@ def tried(measure, row, *arguments):
     try:
         measure(*arguments, row)
     except Exception as error:  # the other rows are worth having
-        row |= {"ms": None, "why": last_line(error)}
+        row |= {"ms": None, "why": one_line(error)}
     print(line(row), flush=True)
     return row
 

@@ -109,6 +109,26 @@ def peak_bytes(call, device):
     return memory.peak
 
 
+def kernel_times(call, device, most=25):
+    """What takes the time of a call: name, calls, ms and share of the `most` costliest kernels, or operations on a CPU."""
+    on_gpu = device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
+        call()
+        synchronize(device)
+    figures = {}
+    for event in profile.key_averages():
+        if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or getattr(event, "is_user_annotation", False)):
+            continue  # launches, and spans that hold kernels
+        ms = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
+        if ms > 0:
+            calls, before = figures.get(event.key, (0, 0.0))
+            figures[event.key] = calls + event.count, before + ms
+    total = sum(ms for _, ms in figures.values())
+    rows = [{"name": name, "calls": calls, "ms": ms, "share": ms / total} for name, (calls, ms) in figures.items()]
+    return sorted(rows, key=lambda row: -row["ms"])[:most]
+
+
 def surroundings(device):
     """What a figure depends on besides the code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

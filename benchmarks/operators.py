@@ -1,17 +1,21 @@
 """`bench.py kernels`: each operator beside its roofline bound and beside the same operator of every library that is installed.
 
 Everything is compiled first, in processes side by side, each of which runs one operator or peer once: what Triton compiles stays in
-its cache on disk. Then one process measures, alone on the device, ours and what PyTorch has. The peers in TUNING follow, each
-measured by the process that tuned it. They choose among all of their own configurations, but by the best of the runs in 15 ms where
-Triton takes the median of those in 100 ms, and while other processes use the device: of configurations that are nearly alike they
-may miss the fastest. With `peer_device` they tune on another GPU while ours are compiled and measured. A peer that is not ready
-after `peer_seconds` is a line that says so. Every row is printed and written when it is known.
+its cache on disk. The peers in TUNING compile meanwhile; they choose among all of their own configurations, but by the best of the
+runs in 15 ms where Triton takes the median of those in 100 ms, and while other processes use the device: of configurations that are
+nearly alike they may miss the fastest. A peer that is not ready after `peer_seconds` is a line that says so. Only when all that has
+ended are times taken, one after the other: ours and what PyTorch has in this process, then the peers in TUNING, each by the process
+that tuned it. Every row is printed and written when it is known.
+
+`ms` is the time of a call as a program makes it, which is the host's where launching takes longer than the kernels; `graph_ms` is
+that of the same kernels replayed from a CUDA graph.
 """
 
 import contextlib
 import functools
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,7 @@ from pydantic import Field
 import kernels
 from benchmarks.measure import (
     BenchConfig,
+    kernel_times,
     list_problems,
     median_seconds,
     peak_bytes,
@@ -45,6 +50,9 @@ from preflight import resolve_device
 OURS = ("ours", "triton")
 TUNING = ("fla", "flash_qla", "mamba_ssm")  # minutes: dozens of configurations of each kernel, or a C++ compiler
 PEERS = sorted({name for workload in WORKLOADS.values() for name in workload.peers})
+BY_SHAPE = ("flash_qla",)  # keep what they compile on disk: a process for each shape
+NOT_CAPTURED = []  # graphs that failed: allocators may still ask them
+PRINTED = 12  # kernels of a profile; the file has more
 ROW_SECONDS = 60.0  # to measure one shape of a peer that has been compiled
 SHORT = {"B": 2, "T": 128, "H": 2, "G": 1, "K": 16, "V": 16, "D": 16, "J": 2, "I": 8, "k": 16, "w": 32, "doc": 40, "N": 64}
 
@@ -56,12 +64,13 @@ class OperatorsConfig(BenchConfig):
     shapes: str | None = Field(None, description="their sizes, like 'B8 T4096 H16, B1 T999'; none: the usual, tiny on a CPU")
     peers: bool | str = Field(True, description="measure other libraries too, where they can be imported; or which: fla,mamba_ssm")
     memory: bool = Field(False, description="peak memory of a forward and backward pass too")
+    profile: bool = Field(False, description="which kernels take the time of a forward and backward pass of ours")
     dtype: str = Field(
         "bfloat16", pattern="^(bfloat16|float16|float32)$", description="type of inputs other than gates; float32 on a CPU"
     )
     peer_seconds: float = Field(300.0, gt=0, description="how long all peers that tune themselves may take")
     peer_device: str | None = Field(
-        None, min_length=1, description="another GPU, to tune them on meanwhile; none: `device`, after ours"
+        None, min_length=1, description="another GPU, to tune them on; none: `device`, which warms up ours meanwhile"
     )
     processes: int = Field(16, ge=1, description="processes that compile, at most one per core")
     device: str | None = Field(None, min_length=1, description="cpu, cuda, cuda:1; none: the best there is")
@@ -173,10 +182,35 @@ def milliseconds(call, device):
     return 1e3 * median_seconds(call, device, repeats=3, budget=1.0)
 
 
-def last_line(error):
-    """One line that says what went wrong."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[-1].strip()}"[:100]
+def replayed(call, device):
+    """Milliseconds of a call's kernels, replayed from a CUDA graph; raises where they cannot be captured."""
+    if device.type != "cuda":
+        return None
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # which `torch.cuda.graph` would not leave if capturing failed
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                call()
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # else the allocator takes the capture for underway: it empties no cache
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
+            NOT_CAPTURED.append(graph)
+            raise error.__context__ or error from None  # the end of a capture says only that something went wrong before
+    torch.cuda.current_stream().wait_stream(stream)
+    return milliseconds(graph.replay, device)
+
+
+def one_line(error):
+    """What went wrong: the first line of the message, or the last where the first is the place in a kernel's source."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+', lines[0]) else 0]}"[:160]
 
 
 def use(device):
@@ -188,10 +222,10 @@ def use(device):
 def warm(job, device=None):
     """In a worker: run one job once in both directions, so that its kernels are compiled; None, or what went wrong.
 
-    On `device` where it is given, on the job's otherwise.
+    On `device` where it is given, on the job's otherwise; FlashQLA always on the job's, since TileLang keeps it loaded there.
     """
     name, shape, provider, dtype, where, seed = job
-    device = torch.device(device or where)
+    device = torch.device(where if provider in BY_SHAPE else device or where)
     os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla would take FlashQLA where it is installed, which is a peer of its own
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes are many already
     try:
@@ -203,7 +237,7 @@ def warm(job, device=None):
         synchronize(device)
         return None
     except Exception as error:  # a peer that is missing or refuses is a line in the table, not the end of it
-        return last_line(error)
+        return one_line(error)
     finally:
         torch.cuda.empty_cache()
 
@@ -246,8 +280,14 @@ def measure(job, with_memory):
         row |= {"forward_ms": milliseconds(forward, device), "ms": milliseconds(both, device)}
         if with_memory:
             row["peak_bytes"] = peak_bytes(both, device)
+        row |= {"forward_graph_ms": None, "graph_ms": None}
+        try:
+            row["forward_graph_ms"] = replayed(forward, device)
+            row["graph_ms"] = replayed(both, device)
+        except Exception as error:  # it waits for the device, or allocates what a graph cannot hold
+            row["graph_error"] = one_line(error)
     except Exception as error:
-        return row | {"error": last_line(error)}
+        return row | {"error": one_line(error)}
     finally:
         torch.cuda.empty_cache()
     if device.type == "cuda":
@@ -264,6 +304,9 @@ class Rows:
     def __init__(self, config, device, jobs):
         self.config, self.device, self.order, self.rows = config, device, {job[:3]: i for i, job in enumerate(jobs)}, []
 
+    def of(self, job):
+        return next(row for row in self.rows if (row["operator"], row["shape"], row["provider"]) == job[:3])
+
     def add(self, row):
         self.rows.append(row)
         compare(self.rows)
@@ -272,18 +315,24 @@ class Rows:
         write_report(self.config, "kernels", self.device, self.rows)
 
 
+def profile(job, row):
+    """Add the kernels of a forward and backward pass to the row of a job, and print them."""
+    device = torch.device(job.device)
+    _, both = passes(job.operator, job.shape, job.provider, getattr(torch, job.dtype), device, job.seed)
+    both()
+    row["profile"] = kernel_times(both, device)
+    print(f"{'  '.join(job[:3])}: {sum(kernel['ms'] for kernel in row['profile']):.3f} ms")
+    for kernel in row["profile"][:PRINTED]:
+        print(f"{kernel['ms']:9.3f} ms {kernel['share']:6.1%} {kernel['calls']:5} x {kernel['name'][:90]}", flush=True)
+
+
 def failed(job, error):
     return {"operator": job.operator, "shape": job.shape, "provider": job.provider, "error": error}
 
 
-def measure_here(jobs, rows, config):
-    """Compile the jobs in processes that end, then measure each in this one."""
-    said, start = {}, time.perf_counter()
-    if jobs and torch.device(jobs[0].device).type == "cuda":
-        said = warm_all(jobs, config.processes)
-        print(f"compiled in {time.perf_counter() - start:.0f} s, {list(said.values()).count(None)} of {len(jobs)} run", flush=True)
-    for job in jobs:
-        rows.add(failed(job, said[job]) if said.get(job) else measure(job, config.memory))
+def process_of(job):
+    """Jobs for which this is the same run in one process, in order."""
+    return job.operator, job.provider, job.shape if job.provider in BY_SHAPE else None
 
 
 def operators(config):
@@ -304,31 +353,41 @@ def operators(config):
     # The first shape of every operator, then the second: a run that is cut off has seen the one that matters most.
     tuning = [job for job in jobs if job.provider in TUNING]
     tuning.sort(key=lambda job: shapes_of(config, job.operator, device).index(job.shape))
-    workers = Workers(tuning, lambda job: (job.operator, job.provider), config.processes)
-
-    def tune():
-        workers.warm(functools.partial(warm, device=tuned_on), config.peer_seconds, ready)
+    others, said = [job for job in jobs if job not in tuning], {}
+    workers = Workers(tuning, process_of, config.processes)
 
     def ready(job, error):
         print(f"{time.perf_counter() - start:.0f} s  {'  '.join(job[:3])}  {error or 'tuned'}", flush=True)
 
     with ThreadPoolExecutor(1) as background, contextlib.closing(workers):
-        meanwhile = background.submit(tune) if tuned_on != str(device) else None
-        measure_here([job for job in jobs if job not in tuning], rows, config)
-        meanwhile.result() if meanwhile else tune()
+        tuned = background.submit(workers.warm, functools.partial(warm, device=tuned_on), config.peer_seconds, ready)
+        if device.type == "cuda":
+            said = warm_all(others, config.processes)
+            good = list(said.values()).count(None)
+            print(f"{time.perf_counter() - start:.0f} s  compiled, {good} of {len(others)} run", flush=True)
+        tuned.result()
+        for job in others:
+            rows.add(failed(job, said[job]) if said.get(job) else measure(job, config.memory))
         for job in tuning:
             row, error = workers.measure(measure, job, config.memory, seconds=ROW_SECONDS)
             rows.add(row or failed(job, error))
+    for job in others if config.profile else ():  # last: a profiler that has run may slow launches down
+        row = rows.of(job)
+        if job.provider in OURS and "error" not in row:
+            profile(job, row)
     print_table(
         [
             "operator",
             "shape",
             "by",
             "forward ms",
+            "in a graph",
             "of bound",
             "fwd+bwd ms",
+            "in a graph",
             "of bound",
             "ours is faster by",
+            "in a graph",
             *["peak"] * config.memory,
         ],
         [_cells(row, config.memory) for row in rows.rows],
@@ -336,23 +395,28 @@ def operators(config):
     return report(config, "kernels", device, rows.rows)
 
 
+TIMES = {"forward_ms": "forward_ratio", "ms": "ratio", "forward_graph_ms": "forward_graph_ratio", "graph_ms": "graph_ratio"}
+
+
 def compare(rows):
     """Give each peer's row how many times as long it takes as ours at the same shape."""
     ours = {(r["operator"], r["shape"]): r for r in rows if r["provider"] == "ours" and "ms" in r}
     for row in rows:
         mine = ours.get((row["operator"], row["shape"]))
-        if mine and row is not mine and "ms" in row:
-            row |= {"forward_ratio": row["forward_ms"] / mine["forward_ms"], "ratio": row["ms"] / mine["ms"]}
+        if mine and row is not mine:
+            row |= {ratio: row[n] / mine[n] for n, ratio in TIMES.items() if row.get(n) and mine.get(n)}
 
 
 def _cells(row, with_memory):
     cells = [row["operator"], row["shape"], row["provider"] if row.get("backend") in (None, "triton") else row["backend"]]
     if row.get("error"):
-        return [*cells, row["error"], *[""] * (4 + with_memory)]
+        return [*cells, row["error"], *[""] * (7 + with_memory)]
     for key in ("forward_", ""):
-        share = row.get(f"{key}of_bound")
-        cells += [f"{row[f'{key}ms']:.3f}", "" if share is None else f"{share:.0%}"]
-    cells.append(f"{row['forward_ratio']:.2f} x, {row['ratio']:.2f} x" if "ratio" in row else "")
+        alone, share = row.get(f"{key}graph_ms"), row.get(f"{key}of_bound")
+        cells += [f"{row[f'{key}ms']:.3f}", f"{alone:.3f}" if alone else "", "" if share is None else f"{share:.0%}"]
+    for key in ("", "graph_"):
+        both = [row.get(f"{n}{key}ratio") for n in ("forward_", "")]
+        cells.append("" if None in both else f"{both[0]:.2f} x, {both[1]:.2f} x")
     return cells + ([format_bytes(row["peak_bytes"])] if with_memory else [])
 
 

@@ -1,20 +1,23 @@
 """Processes for peers that tune themselves, that is compile tens of configurations of each kernel and keep the fastest.
 
 What a peer has chosen lives in the memory of its process: of configurations with hooks (mamba_ssm's), Triton stores no choice on
-disk. So the process that tuned a peer measures it too, later and on another device if need be.
+disk. So the process that tuned a peer measures it too, later and on another device if need be. One that has ended meanwhile is
+started again: what its libraries keep on disk is there.
 """
 
 import contextlib
 import functools
 import multiprocessing
 import os
-import sys
+import tempfile
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
+from pathlib import Path
 
 THREADS = 8  # compilers of one process: an eighth of a compilation is Python, which only one thread at a time runs
+LINES = 3  # the last of what a process printed that ended by itself
 GRACE = 10.0  # seconds to end what cannot be told to stop: a compiler that runs outside Python
 
 
@@ -76,9 +79,14 @@ def compile_side_by_side(kernel, args, meta, configs, slots, stop):
                     kernel.run(*args, **meta | config.all_kwargs() | {"warmup": True})
 
 
-def serve(pipe, slots, stop):
-    """In a worker: call (function, *arguments) from the pipe and send what it returns, until the pipe is closed."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Triton prints the code of a kernel that ptxas refuses
+def serve(pipe, slots, stop, log):
+    """In a worker: call (function, *arguments) from the pipe and send what it returns, until the pipe is closed.
+
+    What compilers print, such as the code of a kernel that ptxas refuses, goes into the file `log`.
+    """
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     with contextlib.suppress(ImportError):
         tune_quickly(slots, stop)
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -93,24 +101,25 @@ class Workers:
     def __init__(self, jobs, key, processes):
         context = multiprocessing.get_context("spawn")
         self.jobs, self.key, self.processes, self.said = jobs, key, processes, {}
-        # Two cores are left to whoever measures, meanwhile, on another device.
+        # Two cores are left to whoever waits for them, and compiles too.
         self.slots, self.stop = context.Semaphore(max(1, os.cpu_count() - 2)), context.Event()
-        self.workers, self.context = {}, context
+        self.workers, self.context, self.started, self.logs = {}, context, 0, tempfile.TemporaryDirectory()
 
     def _worker(self, key):
-        """(process, pipe), started if there is none."""
+        """(process, pipe, file of what it prints), started if there is none."""
         if key in self.workers and not self.workers[key][0].is_alive():
             self._end(key)
         if key not in self.workers:
             mine, theirs = self.context.Pipe()
-            process = self.context.Process(target=serve, args=(theirs, self.slots, self.stop), daemon=True)
+            log, self.started = Path(self.logs.name) / str(self.started), self.started + 1
+            process = self.context.Process(target=serve, args=(theirs, self.slots, self.stop, log), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
-            self.workers[key] = process, mine
+            self.workers[key] = process, mine, log
         return self.workers[key]
 
     def _end(self, key):
-        process, pipe = self.workers.pop(key)
+        process, pipe, _ = self.workers.pop(key)
         process.kill()
         process.join()
         pipe.close()
@@ -119,10 +128,11 @@ class Workers:
         try:
             return self.workers[key][1].recv()
         except (EOFError, OSError):
-            self.workers[key][0].join()
-            code = self.workers[key][0].exitcode
+            process, _, log = self.workers[key]
+            process.join()
             self._end(key)
-            return f"its process ended with {code}"
+            lines = [line.strip()[:120] for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            return ": ".join([f"its process ended with {process.exitcode}", *[" | ".join(lines[-LINES:])] * bool(lines)])
 
     def warm(self, function, seconds, ready=lambda job, error: None):
         """Call function(job) for every job in the workers, as many at once as may be, each key's one after the other and in order.
@@ -156,12 +166,15 @@ class Workers:
             ready(job, late)
 
     def measure(self, function, job, *arguments, seconds):
-        """(what function(job, *arguments) returns in the worker that warmed the job, None), or (None, an error)."""
+        """(what function(job, *arguments) returns in the worker that warmed the job, None), or (None, an error).
+
+        A worker that was ended by another job of its key is started again.
+        """
         key = self.key(job)
-        if self.said.get(job) or key not in self.workers:
-            return None, self.said.get(job) or "its process ended"
+        if self.said.get(job):
+            return None, self.said[job]
         try:
-            self.workers[key][1].send((function, job, *arguments))
+            self._worker(key)[1].send((function, job, *arguments))
         except OSError:
             return None, self._receive(key)
         if not self.workers[key][1].poll(seconds):
@@ -174,3 +187,4 @@ class Workers:
         self.stop.set()
         for key in list(self.workers):
             self._end(key)
+        self.logs.cleanup()

@@ -4,17 +4,17 @@
 # Speed and 51 losses of the 124M hybrid under DDP and of a billion parameters under FSDP2, rows of 32k and 256k tokens shared by two
 # GPUs, and a run saved at two and continued at one and at two. Every part has its own limit, the whole ends after LIMIT seconds;
 # what is known is in $OUT/scaling.txt at once. Expected on two H200: 420 s.
-LIMIT=${LIMIT:-480}; PY=${PY:-python}; OUT=${OUT:-out/scaling}; mkdir -p $OUT; W=$(mktemp -d)
+LIMIT=${LIMIT:-480}; PARTS=${PARTS:-speed resume}; PY=${PY:-python}; OUT=${OUT:-out/scaling}; mkdir -p $OUT; W=$(mktemp -d)
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 if [ -z "$DRY" ]; then
   M124="--layers=gdn gdn gdn attn(n_head=12)" A124="--block_size=1024 --batch_size=64 --gradient_accumulation_steps=2 --losses=50 --steps=20"
   A1B="--layers=1b --block_size=2048 --batch_size=8 --gradient_accumulation_steps=2 --losses=50 --steps=10 --compile=false"
-  MCP="--layers=gdn gdn gdn attn" ACP="--block_size=32768,262144 --batch_size=1 --losses=2 --steps=3 --compile=false --activation_checkpointing"
+  MCP="--layers=gdn gdn gdn attn" LONG=32768,262144 ACP="--batch_size=1 --losses=2 --steps=3 --compile=false --activation_checkpointing"
   RES="--n_layer=8 --n_head=4 --n_embd=512 --block_size=1024 --batch_size=8 --learning_rate=1e-3" DEV=
 else
   M124="--layers=gdn gdn gdn attn(n_head=2)" A124="--block_size=32 --batch_size=2 --gradient_accumulation_steps=2 --losses=3 --steps=2 --device=cpu"
   A1B="--layers=1b --block_size=32 --batch_size=2 --gradient_accumulation_steps=2 --losses=3 --steps=2 --compile=false --device=cpu"
-  MCP="--layers=gdn attn" ACP="--block_size=64,256 --batch_size=1 --losses=2 --steps=2 --compile=false --activation_checkpointing --device=cpu"
+  MCP="--layers=gdn attn" LONG=64,256 ACP="--batch_size=1 --losses=2 --steps=2 --compile=false --activation_checkpointing --device=cpu"
   RES="--n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=2 --learning_rate=1e-3 --device=cpu" DEV=cpu
 fi
 say() { echo "[${SECONDS}s] $*" | tee -a $OUT/scaling.txt; }
@@ -37,14 +37,15 @@ cat $W/start.log >> $OUT/logs.txt; say "start"
 (CUDA_VISIBLE_DEVICES=0 part one-124m 150 $launch --nproc_per_node=1 bench.py train "$M124" $A124 --out_dir=$OUT/124m) &
 first=$!
 (CUDA_VISIBLE_DEVICES=1 part one-1b 150 $launch --nproc_per_node=1 bench.py train $A1B --out_dir=$OUT/1b
- CUDA_VISIBLE_DEVICES=1 part one-long 110 $launch --nproc_per_node=1 bench.py train "$MCP" $ACP --out_dir=$OUT/long) &
+ CUDA_VISIBLE_DEVICES=1 part one-long 110 $launch --nproc_per_node=1 bench.py train "$MCP" --block_size=${LONG%,*} $ACP --out_dir=$OUT/long) &
 wait $first $!
 # (a), (b) two GPUs, the same global batch: speed, and the largest difference of 51 losses
 part two-124m-ddp 120 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --single=$OUT/124m/train-1.json --out_dir=$OUT/124m ||
 part two-124m-ddp-eager 60 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --compile=false --single=$OUT/124m/train-1.json --out_dir=$OUT/124m
 part two-1b-fsdp 90 $launch --nproc_per_node=2 bench.py train $A1B --parallel=fsdp --single=$OUT/1b/train-1.json --out_dir=$OUT/1b
 # (d) rows of 32k and 256k shared by two GPUs
-part two-long 110 $launch --nproc_per_node=2 bench.py train "$MCP" $ACP --context_parallel=2 --single=$OUT/long/train-1.json --out_dir=$OUT/long
+part two-long 110 $launch --nproc_per_node=2 bench.py train "$MCP" --block_size=$LONG $ACP --context_parallel=2 --single=$OUT/long/train-1.json --out_dir=$OUT/long
+case "$PARTS" in *resume*) ;; *) say done; tail -45 $OUT/scaling.txt | cut -c1-230; exit ;; esac
 # (c) saved at two (FSDP2), continued at one and at two, beside a run that was never stopped
 $PY - $W <<'PY'
 import sys

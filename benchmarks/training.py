@@ -30,6 +30,7 @@ import monitor
 import preflight
 from benchmarks.measure import (
     BenchConfig,
+    kernel_times,
     list_problems,
     print_table,
     report,
@@ -39,7 +40,7 @@ from benchmarks.measure import (
     whole_number,
     write_report,
 )  # fmt: skip
-from benchmarks.operators import last_line
+from benchmarks.operators import one_line
 from benchmarks.scaling import processes, scaling
 from configurator import ConfigError, TrainConfig
 from model import Model, format_bytes
@@ -242,33 +243,13 @@ class Steps:
         return row | ({"profile": kernel_times(self, self.device)} if job.profile else {})
 
 
-def kernel_times(step, device, most=25):
-    """What takes the time of a step: name, calls, ms and share of the `most` costliest kernels, or operations on a CPU."""
-    on_gpu = device.type == "cuda"
-    kinds = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
-        step()
-        synchronize(device)
-    figures = {}
-    for event in profile.key_averages():
-        if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or getattr(event, "is_user_annotation", False)):
-            continue  # launches, and spans that hold kernels
-        ms = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
-        if ms > 0:
-            calls, before = figures.get(event.key, (0, 0.0))
-            figures[event.key] = calls + event.count, before + ms
-    total = sum(ms for _, ms in figures.values())
-    rows = [{"name": name, "calls": calls, "ms": ms, "share": ms / total} for name, (calls, ms) in figures.items()]
-    return sorted(rows, key=lambda row: -row["ms"])[:most]
-
-
 def attempt(work, job):
     """(work(job), None), or (None, {"error": a line}): out of memory, a peer that is missing."""
     try:
         return work(job), None
     except Exception as e:
         again = {"again": True} if isinstance(e, torch.OutOfMemoryError) else {}  # others were on the GPU
-        failure = {"error": last_line(e)} | again
+        failure = {"error": one_line(e)} | again
     gc.collect()  # the traceback holds tensors
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from pydantic import Field
 
 import kernels
 from benchmarks.measure import BenchConfig, print_table, report, split_list
-from benchmarks.operators import last_line, milliseconds, operator_problems, passes, shapes_of, warm_all
+from benchmarks.operators import milliseconds, one_line, operator_problems, passes, shapes_of, warm_all
 from benchmarks.workloads import WORKLOADS
 from configurator import ConfigError, TrainConfig
 from preflight import resolve_device
@@ -149,7 +149,7 @@ def differs(candidate, shape, device, seed=0):
         worst = max(((x - y).float().norm() / y.float().norm().clamp(min=1e-20)).item() for x, y in zip(got, want, strict=True))
         return None if worst <= SAME else f"differs by {worst:.0e}"  # NaN too
     except Exception as error:  # too much shared memory, a tile that the kernel cannot have: a candidate that is out
-        return last_line(error)
+        return one_line(error)
     finally:
         torch.cuda.empty_cache()
 

@@ -16,6 +16,8 @@ from .reference import cache_positions, cache_slots, gated_rms_norm, key_distanc
 # tokens of a chunk their precision (with gates down to -2000 in fp32: 20 to 100 times the token loop's error, now 3 to 10 times).
 FORGOTTEN = -40.0
 
+PAIRS = 2**26  # scores of attention to a cache made at once: a chunk of 8192 tokens on a cache of 131,072 has 10^9 a head
+
 # Elementwise definitions serve as they are; listed here because the dispatch looks them up in this module.
 __all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
 
@@ -339,18 +341,22 @@ def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads
 def softmax_attention(q, k, v, *, scale=None, window=None, keep_first=0, sinks=None, past=None, segment_ids=None, dropout_p=0.0):
     """`reference.softmax_attention` by PyTorch's SDPA, with a `(B, 1, T, S+T)` mask for everything but plain causal attention.
 
-    A sink is one more key, of score b_h and value 0.
+    A sink is one more key, of score b_h and value 0. Where there are earlier keys, so many queries at once as have `PAIRS` scores.
     """
-    mask = None
-    if past is not None or segment_ids is not None or window is not None or sinks is not None:
-        distance, position = key_distances(q.shape[:2], q.device, past, segment_ids)
+    (B, T, H, _), shape = q.shape, (q.shape[:2], q.device, past, segment_ids)
+    if past is None and segment_ids is None and window is None and sinks is None:
+        return _sdpa(q, k, v, None, None, scale, dropout_p)
+    rows, outs = max(1, T), []
+    if past is not None:
+        k, v = torch.cat([past[0].to(k.dtype), k], 1), torch.cat([past[1].to(v.dtype), v], 1)
+        rows = max(1, min(rows, PAIRS // (B * H * k.shape[1])))
+    for i, queries in enumerate(q.split(rows, dim=1)):
+        distance, position = key_distances(*shape, slice(i * rows, (i + 1) * rows))
         mask = distance >= 0  # padding sees its own row's last document: no row is empty
         if window is not None:
             mask = mask & ((distance < window) | (position < keep_first)[:, None])
-        mask = mask[:, None]
-    if past is not None:
-        k, v = torch.cat([past[0].to(k.dtype), k], 1), torch.cat([past[1].to(v.dtype), v], 1)
-    out = _sdpa(q, k, v, mask, sinks, scale, dropout_p)
+        outs.append(_sdpa(queries, k, v, mask[:, None], sinks, scale, dropout_p))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     return out if segment_ids is None else out * (segment_ids > 0)[..., None, None]
 
 

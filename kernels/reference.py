@@ -46,26 +46,26 @@ def cache_positions(length, size, keep_first=0):
     return torch.where(slot < keep_first, torch.where(slot < length, slot, -1), latest)
 
 
-def key_distances(shape, device, past=None, segment_ids=None):
+def key_distances(shape, device, past=None, segment_ids=None, rows=slice(None)):
     """How far each key lies behind each query, and where the keys lie in their document.
 
     shape (B, T). Keys are those of `past = (..., positions (B, S), length (B,))`, if any, then the T tokens themselves. Returns
-    distance `(B, T, S + T)` int64, -1 where the query must not see the key, and position `(B, S + T)`.
+    distance `(B, T, S + T)` int64, -1 where the query must not see the key, and position `(B, S + T)`. `rows` slices the queries.
     """
     B, T = shape
     t = torch.arange(T, device=device)
-    behind = (t[:, None] - t).clamp(min=-1).expand(B, T, T)
+    behind = (t[rows, None] - t).clamp(min=-1).expand(B, -1, T)
     if segment_ids is None:
         run, position = torch.zeros(B, T, dtype=torch.int64, device=device), t.expand(B, T)
     else:
         run, position = segment_runs(segment_ids)[0], document_positions(segment_ids)
-        behind = torch.where(run[:, :, None] == run[:, None, :], behind, -1)
+        behind = torch.where(run[:, rows, None] == run[:, None, :], behind, -1)
     if past is None:
         return behind, position
     *_, past_position, length = past
     position = position + (run == 0) * length[:, None]
-    seen = (past_position >= 0)[:, None] & (run == 0)[..., None]
-    back = torch.where(seen, position[..., None] - past_position[:, None], -1)
+    seen = (past_position >= 0)[:, None] & (run == 0)[:, rows, None]
+    back = torch.where(seen, position[:, rows, None] - past_position[:, None], -1)
     return torch.cat([back, behind], dim=-1), torch.cat([past_position, position], dim=-1)
 
 

@@ -16,10 +16,12 @@ Where batch and heads are few, a sequence is scanned in slices side by side: the
 from zero gives L and one from the identity, with V = 0, gives M; M^T carries the gradient back.
 
 The gradient of the solve is implicit: with X = A'^T dVn, which is dV, that of beta * K K^T * Gamma is -stril(X Vn^T), and no
-gradient of A is formed. Every transposed product is computed as such, from operands that were loaded: Triton before 3.7.1
+gradient of A is formed. For keys of cosine 0.9 and beta up to 2, X is a small difference of large terms, and dG one of terms of dQ
+and dK: in bf16 dV is 2e-2 off and dG up to 5e-2, with fp16 below 1e-2 and 1.5e-2. Hence fp16 for A', and, divided by a unit that
+suits the largest element, for dVn in reverse and the gradients of the scores in inputs; q and k beside these are fp16 too, so that
+elements must not exceed 65504. Every transposed product is computed as such, from operands that were loaded: Triton before 3.7.1
 miscompiles a dot whose operand is the transpose of another dot's result. A document's first token carries 128 less in log2, so that
-every 2^(difference) across a boundary is 0. Yang et al. 2406.06484, 2412.06464; Dao and Gu 2405.21060.
-"""
+every 2^(difference) across a boundary is 0. Yang et al. 2406.06484, 2412.06464; Dao and Gu 2405.21060."""
 
 import functools
 
@@ -28,7 +30,7 @@ import triton
 import triton.language as tl
 
 from .eager import FORGOTTEN
-from .launch import architecture, differentiable, direct, launch, operand_types, ready, shared_by_layers, tile, traced
+from .launch import architecture, differentiable, direct, interpreted, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 
 LOG2_E = 1.4426950408889634
@@ -38,12 +40,21 @@ COUNTS = ["B", "T", "H", "N", "NS"]  # arguments no kernel is compiled anew for
 
 
 @triton.jit
-def inverse_64(b_L, PREC: tl.constexpr):
+def _merge(a, b, PREC: tl.constexpr, HALF: tl.constexpr):
+    if HALF:
+        a, b = tl.clamp(a, -65504.0, 65504.0).to(tl.float16), tl.clamp(b, -65504.0, 65504.0).to(tl.float16)
+    return tl.dot(a, b, input_precision=PREC)
+
+
+@triton.jit
+def inverse_64(b_L, PREC: tl.constexpr, HALF: tl.constexpr = False):
     """(I + L)^-1 of a strictly lower b_L (64, 64), by merging blocks of s into blocks of 2s: X - X S X, with X the inverse of the
     diagonal blocks of s and S what L has between the two of a pair. Unlike powers of L, no intermediate exceeds the inverse.
 
     Up to blocks of 16 as four products side by side. In tf32 the inverse is 2e-3 off with keys correlated 0.9, about what rounding
-    A' to bf16 costs; in tf32x3 6e-7, but the error of output and gradients then falls by a few percent only."""
+    A' to bf16 costs; in tf32x3 6e-7, but the error of output and gradients then falls by a few percent only. HALF: products in
+    fp16, whose mantissa is tf32's. Its range suffices while beta |k|^2 <= 2, where the update contracts and entries stay below 2
+    for keys of one length; beyond fp16's largest number they are clamped, so that the inverse stays finite but is wrong."""
     o, r, o_c = tl.arange(0, 4), tl.arange(0, 16), tl.arange(0, 64)
     same = o[:, None, None, None] == o[None, None, :, None]
     low = tl.sum(tl.where(same, tl.reshape(b_L, (4, 16, 4, 16)), 0.0), axis=2)  # (4, 16, 16): the diagonal blocks
@@ -51,21 +62,22 @@ def inverse_64(b_L, PREC: tl.constexpr):
     x = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -low, 0.0))
     for s in tl.static_range(1, 4):
         part = tl.where((i >> (s + 1) == j >> (s + 1)) & (i >> s != j >> s), low, 0.0)
-        x -= tl.dot(x, tl.dot(part, x, input_precision=PREC), input_precision=PREC)
+        x -= _merge(x, _merge(part, x, PREC, HALF), PREC, HALF)
     x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (64, 64))
     i, j = o_c[:, None], o_c[None, :]
     for s in tl.static_range(4, 6):
         part = tl.where((i >> (s + 1) == j >> (s + 1)) & (i >> s != j >> s), b_L, 0.0)
-        x -= tl.dot(x, tl.dot(part, x, input_precision=PREC), input_precision=PREC)
+        x -= _merge(x, _merge(part, x, PREC, HALF), PREC, HALF)
     return x
 
 
 @triton.jit
 def _rows(x, i_b, i_h, t0, d0, T, s_t, D: tl.constexpr, BD: tl.constexpr):
-    """64 rows and BD columns of x (B, T, H, D), its tokens s_t apart."""
-    o_t, o_d = t0 + tl.arange(0, 64)[:, None], d0 + tl.arange(0, BD)[None, :]
-    p = x + (i_b.to(tl.int64) * T + o_t) * s_t + i_h * D + o_d
-    return tl.load(p, mask=(o_t < T) & (o_d < D), other=0.0)
+    """64 rows and BD columns of x (B, T, H, D), its tokens s_t apart; within a chunk offsets are in 32 bits."""
+    o_t, o_d = tl.arange(0, 64), tl.arange(0, BD)
+    p = x + (i_b.to(tl.int64) * T + t0) * s_t + i_h * D + d0
+    mask = (o_t < T - t0)[:, None] if D % BD == 0 else (o_t < T - t0)[:, None] & (d0 + o_d < D)[None, :]
+    return tl.load(p + (o_t[:, None] * s_t + o_d[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -74,49 +86,61 @@ def prepare_kernel(
     R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, HAS_STARTS: tl.constexpr, DELTA: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """G (B, T, H) of one chunk of one head, and for the delta rule A' (B, T, H, 64)."""
-    i = tl.program_id(0).to(tl.int64)
-    i_c, i_h, i_b = (i % N).to(tl.int32), ((i // N) % H).to(tl.int32), (i // (N * H)).to(tl.int32)
+    """G (B H, N, 64) of one chunk of one head, and for the delta rule A' (B, T, H, 64)."""
+    i = tl.program_id(0)
+    i_c, i_h, i_b = i % N, (i // N) % H, i // (N * H)
     t0 = i_c * 64
     o_c = tl.arange(0, 64)
-    o_t = (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
-    seen = t0 + o_c < T
+    row = i_b.to(tl.int64) * T + t0  # what follows is within a chunk: offsets in 32 bits
+    left = T - t0
+    seen = o_c < left
+    head = row * H + i_h
     if DELTA:  # by pointers, and before anything waits: see inputs_kernel
-        b_k = _rows(k, i_b, i_h // R, t0, 0, T, s_k, K, BK).to(DOT)
-        b_beta = tl.load(beta + o_t, mask=seen, other=0.0).to(tl.float32)
+        o_d = tl.arange(0, BK)
+        mask = seen[:, None] if BK == K else seen[:, None] & (o_d < K)[None, :]
+        b_k = tl.load(k + row * s_k + (i_h // R) * K + (o_c[:, None] * s_k + o_d[None, :]), mask=mask, other=0.0).to(DOT)
+        b_beta = tl.load(beta + head + o_c * H, mask=seen, other=0.0).to(tl.float32)
     b_G = tl.zeros([64], dtype=tl.float32)
     if HAS_G or HAS_STARTS:
         b_g = tl.zeros([64], dtype=tl.float32)
         if HAS_G:
-            b_g = tl.maximum(tl.load(g + o_t, mask=seen, other=0.0).to(tl.float32), -40.0) * 1.4426950408889634
+            b_g = tl.maximum(tl.load(g + head + o_c * H, mask=seen, other=0.0).to(tl.float32), -40.0) * 1.4426950408889634
         if HAS_STARTS:
-            b_g -= 128.0 * tl.load(starts + i_b.to(tl.int64) * T + t0 + o_c, mask=seen, other=0).to(tl.float32)
+            b_g -= 128.0 * tl.load(starts + row + o_c, mask=seen, other=0).to(tl.float32)
         b_G = tl.cumsum(b_g, 0)
-        tl.store(G + o_t, b_G, mask=seen)
+        tl.store(G + ((i_b * H + i_h).to(tl.int64) * N + i_c) * 64 + o_c, b_G)
     if DELTA:
         b_L = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_beta[:, None]
         if HAS_G or HAS_STARTS:
             b_L *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-        b_A = inverse_64(tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0), MERGE) * b_beta[None, :]
-        tl.store(A + o_t[:, None] * 64 + o_c[None, :], b_A.to(A.dtype.element_ty), mask=seen[:, None])
+        b_A = inverse_64(tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0), MERGE, DOT != tl.float32) * b_beta[None, :]
+        if DOT != tl.float32:
+            b_A = tl.clamp(b_A, -65504.0, 65504.0)
+        tl.store(A + head * 64 + (o_c[:, None] * (H * 64) + o_c[None, :]), b_A.to(A.dtype.element_ty), mask=seen[:, None])
 
 
 @triton.jit
-def _decays(G, i_b, i_h, t0, T, H, DECAYS: tl.constexpr):
-    """Of one chunk: G (64,), e = 2^G, r = 2^(G_end - G), 2^G_end, G_end being that of the last token there is. DECAYS: 0 none, 1
-    one a token, G (B, T, H), 2 constant, G (H,) its log2."""
+def _decays(G, i_b, i_h, i_c, T, H, N, DECAYS: tl.constexpr):
+    """Of one chunk: G (64,), e = 2^G, r = 2^(G_end - G), 2^G_end. DECAYS: 0 none, 1 one a token, G (B H, N, 64), which behind the
+    last token stays as it is, 2 constant, G (H,) its log2."""
     o = tl.arange(0, 64)
     b_G = tl.zeros([64], dtype=tl.float32)
     end = 0.0
     if DECAYS == 1:
-        p_G = G + i_b.to(tl.int64) * T * H + i_h
-        b_G = tl.load(p_G + (t0 + o).to(tl.int64) * H, mask=t0 + o < T, other=0.0)
-        end = tl.load(p_G + (tl.minimum(t0 + 64, T) - 1).to(tl.int64) * H)
+        p_G = G + ((i_b * H + i_h).to(tl.int64) * N + i_c) * 64
+        b_G = tl.load(p_G + o)
+        end = tl.load(p_G + 63)
     if DECAYS == 2:
         rate = tl.load(G + i_h)
         b_G = rate * (o + 1)
-        end = rate * tl.minimum(64, T - t0)
+        end = rate * tl.minimum(64, T - i_c * 64)
     return b_G, tl.exp2(b_G), tl.exp2(tl.minimum(end - b_G, 0.0)), tl.exp2(end)
+
+
+@triton.jit
+def _unit(most):
+    """What to divide by so that numbers up to `most` fit fp16 with room above and as much as there can be below."""
+    return tl.maximum(most, 1e-30) * 0.00006103515625  # 2^-14
 
 
 @triton.jit
@@ -133,19 +157,23 @@ def _scan(B, H, K, V, N, NS, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexp
 
 # Stores of the scans go through pointers: a descriptor's staging tiles would push the second of two programs off an SM.
 @triton.jit
-def _store_rows(x, b_x, i_b, i_h, t0, v0, T, H, V: tl.constexpr, BV: tl.constexpr):
-    """64 rows and BV columns of x (B, T, H, V)."""
-    o_t, o_v = t0 + tl.arange(0, 64)[:, None], v0 + tl.arange(0, BV)[None, :]
-    p = x + ((i_b.to(tl.int64) * T + o_t) * H + i_h) * V + o_v
-    tl.store(p, b_x.to(x.dtype.element_ty), mask=(o_t < T) & (o_v < V))
+def _store_rows(x, b_x, i_b, i_h, t0, d0, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """64 rows and BD columns of x (B, T, H, D)."""
+    o_t, o_d = tl.arange(0, 64), tl.arange(0, BD)
+    p = x + ((i_b.to(tl.int64) * T + t0) * H + i_h) * D + d0
+    mask = (o_t < T - t0)[:, None] if D % BD == 0 else (o_t < T - t0)[:, None] & (d0 + o_d < D)[None, :]
+    tl.store(p + (o_t[:, None] * (H * D) + o_d[None, :]), b_x.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _store_state(x, b_x, i_b, i_h, i_c, v0, H, N, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """BV columns of the state of one chunk in x (B H, N, K, V)."""
-    o_k, o_v = tl.arange(0, BK)[:, None], v0 + tl.arange(0, BV)[None, :]
-    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + o_k * V + o_v
-    tl.store(p, b_x.to(x.dtype.element_ty), mask=(o_k < K) & (o_v < V))
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + v0 + (o_k[:, None] * V + o_v[None, :])
+    if K == BK and V % BV == 0:
+        tl.store(p, b_x.to(x.dtype.element_ty))
+    else:
+        tl.store(p, b_x.to(x.dtype.element_ty), mask=(o_k < K)[:, None] & (v0 + o_v < V)[None, :])
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -169,7 +197,7 @@ def forward_kernel(
     for i_c in range(first, last):
         t0 = i_c * 64
         b_k = k.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-        b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
+        b_G, e, r, e_end = _decays(G, i_b, i_h, i_c, T, H, N, DECAYS)
         b_S16 = b_S.to(DOT)
         if STATES:
             _store_state(h, b_S16, i_b, i_h, i_c, v0, H, N, K, V, BK, BV)
@@ -224,8 +252,8 @@ def reverse_kernel(
         i_c = first + last - 1 - j
         t0 = i_c * 64
         b_q = q.load([i_b, i_hk, t0, 0]).reshape(64, BK).to(DOT)
-        b_do = do.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32) * scale
-        b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
+        b_do = do.load([i_b, i_h, t0, v0]).reshape(64, BV).to(DOT)
+        b_G, e, r, e_end = _decays(G, i_b, i_h, i_c, T, H, N, DECAYS)
         b_dS16 = b_dS.to(DOT)
         if STATES:
             _store_state(dh, b_dS16, i_b, i_h, i_c, v0, H, N, K, V, BK, BV)
@@ -236,16 +264,20 @@ def reverse_kernel(
             if DECAYS:
                 b_pT *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
                 b_dvn *= r[:, None]
-            b_pT = tl.where(anticausal, b_pT, 0.0)
-            b_dvn += tl.dot(b_pT.to(DOT), b_do.to(DOT), input_precision=PREC)
+            b_pT = tl.where(anticausal, b_pT * scale, 0.0)  # instead of dO, which so is an operand as it was loaded
+            b_dvn = tl.dot(b_pT.to(DOT), b_do, b_dvn, input_precision=PREC)
             if DELTA:
-                b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
-                b_dvn = tl.dot(tl.trans(b_A), b_dvn.to(DOT), input_precision=PREC)
+                b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
+                if DOT == tl.float32:
+                    b_dvn = tl.dot(tl.trans(b_A).to(DOT), b_dvn, input_precision=PREC)
+                else:
+                    unit = _unit(tl.max(tl.abs(b_dvn)))
+                    b_dvn = tl.dot(tl.trans(b_A), (b_dvn * (1.0 / unit)).to(tl.float16)) * unit
             if OUT:
                 _store_rows(dv, b_dvn, i_b, i_h, t0, v0, T, H, V, BV)
         if DECAYS:
             b_dS *= e_end
-            b_do *= e[:, None]
+        b_do = b_do.to(tl.float32) * (e * scale)[:, None]
         b_dS += tl.dot(tl.trans(b_q), b_do.to(DOT), input_precision=PREC)
         if DELTA:
             if DECAYS:
@@ -257,53 +289,100 @@ def reverse_kernel(
 @triton.jit
 def _state(x, i_b, i_h, i_c, k0, v0, H, N, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """A tile of the state of one chunk in x (B H, N, K, V)."""
-    o_k, o_v = k0 + tl.arange(0, BK)[:, None], v0 + tl.arange(0, BV)[None, :]
-    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + o_k * V + o_v
-    return tl.load(p, mask=(o_k < K) & (o_v < V), other=0.0)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V + k0 * V + v0 + (o_k[:, None] * V + o_v[None, :])
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(k0 + o_k < K)[:, None] & (v0 + o_v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _ask_rows(x, i_b, i_h, t0, T, s_t, D: tl.constexpr, BD: tl.constexpr, LINE: tl.constexpr):
+    """Ask for 64 rows of x (B, T, H, D), BD >= D, into L2, without waiting; a pointer every LINE bytes."""
+    step: tl.constexpr = LINE * 8 // x.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = BD // step if BD > step else 1
+    o_t = i_b.to(tl.int64) * T + tl.minimum(t0 + tl.arange(0, 64), T - 1)
+    o_d = tl.minimum(tl.arange(0, lines) * step, D - 1)
+    p = x + o_t[:, None] * s_t + i_h * D + o_d[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _ask_state(x, i_b, i_h, i_c, H, N, K: tl.constexpr, V: tl.constexpr):
+    """Ask for a chunk's state in x (B H, N, K, V) into L2, in one piece, by one thread."""
+    size: tl.constexpr = K * V * x.dtype.element_ty.primitive_bitwidth // 8
+    p = x + ((i_b * H + i_h).to(tl.int64) * N + i_c) * K * V
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""", "=r,l,r", [p.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def inputs_kernel(
-    q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, N, s_q, s_k, s_v, s_vn, s_gate,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BKB: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
-    DECAYS: tl.constexpr, DG: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q, k, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, N, s_q, s_k, s_vn, s_gate,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BKB: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
+    NV: tl.constexpr, DECAYS: tl.constexpr, DG: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """dq, dk (B, T, H, K) and dbeta, dg (2, B, T, H) of one chunk and value head, NK tiles of BKB key channels one after the other.
 
-    Loads go through pointers, many at a time: descriptors are waited for one by one outside a pipelined loop. The gradients of the
-    scores serve all tiles, and are computed transposed as well: a transposed result is no operand (see above)."""
+    Loads go through pointers, many at a time: descriptors are waited for one by one outside a pipelined loop. Where V is one tile,
+    all that the scores need is loaded before anything waits; the rest is asked for into L2 meanwhile, a pointer every LINE bytes
+    (0: not). The gradients of the scores serve all tiles, and are computed transposed as well: a transposed result is no operand
+    (see above)."""
     i = tl.program_id(0).to(tl.int64)
     i_c, i_h, i_b = (i % N).to(tl.int32), ((i // N) % H).to(tl.int32), (i // (N * H)).to(tl.int32)
     i_hk, t0, s_do = i_h // R, i_c * 64, H * V
     o_c = tl.arange(0, 64)
     seen = t0 + o_c < T
-    b_G, e, r, e_end = _decays(G, i_b, i_h, t0, T, H, DECAYS)
     o_t = (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
-    if DELTA:
-        b_beta = tl.load(beta + o_t, mask=seen, other=1.0).to(tl.float32)
-    if DG:
-        b_g = tl.load(g + o_t, mask=seen, other=0.0).to(tl.float32)
-    # Rows of the scores: what reaches q_i and, through the solve, k_i, whose decay grows with i.
+    LOW: tl.constexpr = tl.float16 if DELTA and DOT != tl.float32 else DOT  # of the scores' gradients and what they multiply
+    if NV == 1:
+        b_do = _rows(do, i_b, i_h, t0, 0, T, s_do, V, BV).to(DOT)
+        b_vn = _rows(vn, i_b, i_h, t0, 0, T, s_vn, V, BV).to(DOT)
+        if DELTA:
+            b_x = _rows(dv, i_b, i_h, t0, 0, T, s_do, V, BV).to(DOT)
+    if LINE:
+        _ask_state(h, i_b, i_h, i_c, H, N, K, V)
+        _ask_state(dh, i_b, i_h, i_c, H, N, K, V)
+        _ask_rows(q, i_b, i_hk, t0, T, s_q, K, BK, LINE)
+        _ask_rows(k, i_b, i_hk, t0, T, s_k, K, BK, LINE)
+    b_G, e, r, e_end = _decays(G, i_b, i_h, i_c, T, H, N, DECAYS)
     dp = tl.zeros([64, 64], dtype=tl.float32)
     if DELTA:
         dl = tl.zeros([64, 64], dtype=tl.float32)
-        b_dbeta = tl.zeros([64], dtype=tl.float32)
     for i_v in tl.static_range(NV):
-        b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
-        b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+        if NV > 1:
+            b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+            b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+            if DELTA:
+                b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
         dp = tl.dot(b_do, tl.trans(b_vn), dp, input_precision=PREC)
         if DELTA:
-            b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
             dl = tl.dot(b_x, tl.trans(b_vn), dl, input_precision=PREC)
+    gamma = tl.where(o_c[:, None] >= o_c[None, :], 1.0, 0.0)
     if DECAYS:
-        gamma = tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-        dp *= gamma
-        if DELTA:
-            dl *= gamma
+        gamma *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
     # Scaled before it is rounded, here and below: in dG the two cancel to the last bit, or leave 6e-2 of error.
-    dp = (tl.where(o_c[:, None] >= o_c[None, :], dp, 0.0) * scale).to(DOT)
-    if DELTA:
-        dl = tl.where(o_c[:, None] > o_c[None, :], dl, 0.0).to(DOT)
+    dp *= gamma * scale
+    unit, per_unit = 1.0, 1.0
+    if DELTA:  # Vn = (diag(1 / beta) + M)^-1 U, so that dbeta is the diagonal of X Vn^T over beta^2
+        b_dbeta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], dl, 0.0), axis=1)
+        dl = tl.where(o_c[:, None] > o_c[None, :], -dl * gamma, 0.0)
+        if LOW != tl.float32:
+            unit = _unit(tl.max(tl.maximum(tl.abs(dp), tl.abs(dl))))
+            per_unit = 1.0 / unit
+        dl = (dl * per_unit).to(LOW)
+    dp = (dp * per_unit).to(LOW)
     # Columns, computed as rows of the transpose: what reaches k_j, whose decay falls with j.
     dpT = tl.zeros([64, 64], dtype=tl.float32)
     if DELTA:
@@ -317,18 +396,21 @@ def inputs_kernel(
             if NV > 1:
                 b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
             dlT = tl.dot(b_vn, tl.trans(b_x), dlT, input_precision=PREC)
-            b_v = _rows(v, i_b, i_h, t0, i_v * BV, T, s_v, V, BV)
-            b_dbeta += tl.sum(b_x.to(tl.float32) * b_v.to(tl.float32), axis=1)
+    gamma = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0)
     if DECAYS:
-        gamma = tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
-        dpT *= gamma
-        if DELTA:
-            dlT *= gamma
-    dpT = (tl.where(o_c[:, None] <= o_c[None, :], dpT, 0.0) * scale).to(DOT)
+        gamma *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
+    dpT = (dpT * (gamma * scale) * per_unit).to(LOW)
     if DELTA:
-        dlT = tl.where(o_c[:, None] < o_c[None, :], -dlT, 0.0).to(DOT)
+        dlT = (tl.where(o_c[:, None] < o_c[None, :], -dlT * gamma, 0.0) * per_unit).to(LOW)
+    if DECAYS:
+        of_q, of_p, of_k = (e * (scale * per_unit))[:, None], -(e * per_unit)[:, None], (r * per_unit)[:, None]
+    else:
+        of_q, of_p, of_k = scale * per_unit, -per_unit, per_unit
     b_dG = tl.zeros([64], dtype=tl.float32)
-    end = 0.0
+    b_end = tl.zeros([64], dtype=tl.float32)
+    o_d = tl.arange(0, BKB)
+    b_trace = tl.zeros([BKB], dtype=tl.float32)
+    diagonal = o_d[:, None] == o_d[None, :]
     for i_k in range(NK):
         k0 = i_k * BKB
         b_q = _rows(q, i_b, i_hk, t0, k0, T, s_q, K, BKB).to(DOT)
@@ -343,41 +425,40 @@ def inputs_kernel(
                 if DELTA:
                     b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
             b_S = _state(h, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
+            b_dS = _state(dh, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
             g_q = tl.dot(b_do, tl.trans(b_S), g_q, input_precision=PREC)
             if DELTA:
                 g_p = tl.dot(b_x, tl.trans(b_S), g_p, input_precision=PREC)
-            b_dS = _state(dh, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
             if DG:
-                end += e_end * tl.sum(tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1), axis=0)
+                b_SS = tl.dot(b_S, tl.trans(b_dS), input_precision=PREC)  # its trace is <S, dS>
+                b_trace += tl.sum(tl.where(diagonal, b_SS, 0.0), axis=1)
             g_m = tl.dot(b_vn, tl.trans(b_dS), g_m, input_precision=PREC)
-        if DECAYS:
-            g_q, g_m = g_q * e[:, None], g_m * r[:, None]
-        g_q = tl.dot(dp, b_k, g_q * scale, input_precision=PREC)
+        low_q, low_k = b_q.to(LOW), b_k.to(LOW)  # not sooner: spills
+        g_q = tl.dot(dp, low_k, g_q * of_q, input_precision=PREC)
         if DG:
             b_dG += tl.sum(g_q * b_q.to(tl.float32), axis=1)
-        _store_rows(dq, g_q, i_b, i_h, t0, k0, T, H, K, BKB)
+        _store_rows(dq, g_q * unit, i_b, i_h, t0, k0, T, H, K, BKB)
         if DELTA:
-            if DECAYS:
-                g_p *= e[:, None]
-            g_p = -tl.dot(dl, b_k, g_p, input_precision=PREC)
-            kp = tl.sum(g_p * b_k.to(tl.float32), axis=1)
-            b_dbeta += kp
+            g_p = tl.dot(dl, low_k, g_p * of_p, input_precision=PREC)
             if DG:
-                b_dG += kp
+                b_dG += tl.sum(g_p * b_k.to(tl.float32), axis=1)
+        g_m *= of_k
         if DG:
-            end += tl.sum(tl.sum(g_m * b_k.to(tl.float32), axis=1), axis=0)
-        g_m = tl.dot(dpT, b_q, g_m, input_precision=PREC)
+            b_end += tl.sum(g_m * b_k.to(tl.float32), axis=1)
+        g_m = tl.dot(dpT, low_q, g_m, input_precision=PREC)
         if DELTA:
-            g_m = tl.dot(dlT, b_k, g_m, input_precision=PREC)
+            g_m = tl.dot(dlT, low_k, g_m, input_precision=PREC)
         if DG:
             b_dG -= tl.sum(g_m * b_k.to(tl.float32), axis=1)
-        _store_rows(dk, g_p + g_m, i_b, i_h, t0, k0, T, H, K, BKB)
+        _store_rows(dk, (g_p + g_m) * unit, i_b, i_h, t0, k0, T, H, K, BKB)
     if DELTA:
-        b_dbeta = tl.where(b_beta > 0, b_dbeta / tl.where(b_beta > 0, b_beta, 1.0), 0.0)
-        tl.store(gates + o_t, b_dbeta, mask=seen)
+        b_beta = tl.load(beta + o_t, mask=seen, other=1.0).to(tl.float32)
+        b_beta = tl.where(b_beta > 0, b_beta, float("inf"))
+        tl.store(gates + o_t, b_dbeta / b_beta / b_beta, mask=seen)
     if DG:  # g reaches every G behind it in the chunk; one that was clamped has no gradient
-        b_dG += tl.where(o_c == tl.minimum(64, T - t0) - 1, end, 0.0)
-        b_dG = tl.cumsum(b_dG, 0, reverse=True)
+        b_g = tl.load(g + o_t, mask=seen, other=0.0).to(tl.float32)
+        b_dG += tl.where(o_c == tl.minimum(64, T - t0) - 1, e_end * tl.sum(b_trace) * per_unit + tl.sum(b_end), 0.0)
+        b_dG = tl.cumsum(b_dG, 0, reverse=True) * unit
         tl.store(gates + s_gate + o_t, tl.where(b_g < -40.0, 0.0, b_dG), mask=seen)
 
 
@@ -389,7 +470,7 @@ def _entry(v_columns, warps, stages):
     return {"BV": v_columns, "num_warps": warps, "num_stages": stages}
 
 
-# Columns of V a program takes, warps and stages, by architecture and bytes of a dot operand.
+# Columns of V a program takes, warps, stages, and bytes a prefetch asks for (0: none), by architecture and bytes of a dot operand.
 LAUNCH = {
     (90, 2): {
         "prepare": {"num_warps": 4, "num_stages": 1},
@@ -397,19 +478,20 @@ LAUNCH = {
         "keep": _entry(64, 4, 2),
         "states": _entry(64, 4, 2),
         "reverse": _entry(64, 4, 2),
-        "inputs": _entry(128, 4, 1),
-        "inputs_linear": _entry(128, 4, 1),
+        **dict.fromkeys(("inputs", "inputs_linear"), _entry(128, 4, 1) | {"LINE": 128}),
     },
     (90, 4): {
         "prepare": {"num_warps": 4, "num_stages": 1},
-        **dict.fromkeys(("forward", "keep", "states", "reverse", "inputs", "inputs_linear"), _entry(32, 4, 1)),
+        **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(32, 4, 1)),
+        **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 4, 1) | {"LINE": 128}),
     },
 }
 LAUNCH[100, 2], LAUNCH[100, 4] = LAUNCH[90, 2], LAUNCH[90, 4]
+MOST = {"maxnreg": 255}  # or ptxas, asked for sm_80, may take 32 and spill 4 to 22 KB
 LAUNCH[80, 4] = LAUNCH[80, 2] = {
     "prepare": {"num_warps": 4, "num_stages": 1},
-    **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(16, 8, 1)),
-    **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 8, 1)),
+    **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(16, 8, 1) | MOST),
+    **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 8, 1) | MOST | {"LINE": 0}),
 }
 SLICES = {"programs": 264, "chunks": 8}
 
@@ -426,9 +508,12 @@ class Plan:
         self.forward, self.keep, self.reverse = (self.scan(kernel, V) for kernel in ("forward", "keep", "reverse"))
         self.states, self.eye = self.scan("states", V), self.scan("states", K)
         inputs = dict(table["inputs" if delta else "inputs_linear"])
+        if interpreted(inputs_kernel):
+            inputs["LINE"] = 0  # it knows no assembly
         BV, BKB = min(inputs.pop("BV"), max(16, triton.next_power_of_2(V))), min(self.BK, 64)
         NK = triton.cdiv(K, BKB)
-        self.inputs = inputs | self.common | {"K": K, "V": V, "BKB": BKB, "NK": NK, "BV": BV, "NV": triton.cdiv(V, BV)}
+        columns = {"BK": self.BK, "BKB": BKB, "NK": NK, "BV": BV, "NV": triton.cdiv(V, BV)}
+        self.inputs = inputs | self.common | {"K": K, "V": V} | columns
         # Slices of a sequence, until there are so many programs, or so few chunks in a slice.
         wanted = min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
         self.chunks = triton.cdiv(self.N, wanted) if wanted > 1 else self.N
@@ -460,6 +545,11 @@ def _by_token(x):
     return ready(x) if s_d == 1 and s_h == x.shape[3] and s_b == x.shape[1] * s_t else x.contiguous()
 
 
+def _half(dtype):
+    """The type of A' for inputs of `dtype`: bf16 has too few bits for it, and its entries are of order 1."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
 def _decay_mode(g, starts):
     return 2 if g is not None and g.ndim == 1 else int(g is not None or starts is not None)
 
@@ -469,8 +559,8 @@ def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
     without beta, S and Vn unless `keep`, and the transitions of one slice."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     q, k, v = ready(q), _by_token(k), ready(v)
-    A = torch.empty(s.B, s.T, s.H, C, dtype=q.dtype, device=q.device) if s.delta else None
-    G = g * LOG2_E if mode == 2 else torch.empty(s.B, s.T, s.H, dtype=torch.float32, device=q.device)
+    A = torch.empty(s.B, s.T, s.H, C, dtype=_half(q.dtype), device=q.device) if s.delta else None
+    G = g * LOG2_E if mode == 2 else torch.empty(s.B * s.H, s.N, C, dtype=torch.float32, device=q.device)
     if s.delta or mode == 1:
         gates = G if g is None else g.contiguous(), beta.contiguous() if s.delta else G, G if starts is None else starts
         prepare = launch(prepare_kernel, HAS_G=g is not None, HAS_STARTS=starts is not None, **s.prepare)
@@ -525,13 +615,12 @@ def _slice_decays(s, G, mode):
     """The decay over each slice (slices, B, H, 1, 1)."""
     if mode == 0:
         return torch.ones(s.slices, s.B, s.H, 1, 1, device=G.device)
-    first = torch.arange(s.slices, device=G.device) * s.chunks * C
     if mode == 2:
+        first = torch.arange(s.slices, device=G.device) * s.chunks * C
         total = ((first + s.chunks * C).clamp(max=s.T) - first)[:, None, None] * G.expand(s.B, s.H)
-    else:  # G at the last tokens of the chunks, summed over the slice; beyond the sequence there are none
-        t = first[:, None] + C * torch.arange(s.chunks, device=G.device)
-        ends = torch.where((t < s.T)[..., None], G[:, (t + C - 1).clamp(max=s.T - 1)], 0.0)  # (B, slices, chunks, H)
-        total = ends.sum(2).transpose(0, 1)
+    else:  # G at the ends of the chunks, summed over the slice; beyond the sequence there are none
+        ends = torch.nn.functional.pad(G[..., -1], (0, s.slices * s.chunks - s.N))
+        total = ends.view(s.B, s.H, s.slices, s.chunks).sum(-1).movedim(-1, 0)
     return torch.exp2(total)[..., None, None]
 
 
@@ -590,8 +679,8 @@ def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale,
     vn = vn if s.delta else v
     g, beta = g.contiguous() if dg_wanted else G, beta.contiguous() if s.delta else G
     launch(inputs_kernel, DECAYS=mode, DG=dg_wanted, **s.inputs)(
-        s.N * B * H, q, k, v, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1),
-        v.stride(1), vn.stride(1), B * T * H,
+        s.N * B * H, q, k, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1),
+        vn.stride(1), B * T * H,
     )  # fmt: skip
     if s.R > 1:  # value heads that share a key head
         dq, dk = (x.view(B, T, H // s.R, s.R, K).sum(3) for x in (dq, dk))
@@ -618,8 +707,8 @@ def _(q, k, v, g, beta, h0, starts, scale, keep):
     return [
         v.new_empty(v.shape),
         v.new_empty(s.B, s.H, s.K, s.V, **wide),
-        q.new_empty((s.B, s.T, s.H, C) if s.delta else 0),
-        q.new_empty(s.H, **wide) if mode == 2 else q.new_empty(s.B, s.T, s.H, **wide),
+        q.new_empty((s.B, s.T, s.H, C) if s.delta else 0, dtype=_half(q.dtype) if s.delta else q.dtype),
+        q.new_empty(s.H, **wide) if mode == 2 else q.new_empty(s.B * s.H, s.N, C, **wide),
         q.new_empty((s.B * s.H, s.N, s.K, s.V) if keep else 0),
         q.new_empty((s.B, s.T, s.H, s.V) if keep and s.delta else 0),
         q.new_empty(M, **wide),

@@ -3,11 +3,12 @@
     scores     (64 queries, a run of keys)  I_ts = sum_j w_tj relu(q_tj k_s / sqrt(d)) as ordered integers; maxima of 16 keys each
     threshold  (a query)                    the top_k-th largest and which of its equals are taken: a bit for each key selected
     union      (16 queries, a run of keys)  the keys that any of them selects, and for each key the bits of those that do
+    choose     (a row)                      in decoding, where a row has one query: the list of the keys that it selects
 
 The k-th largest of the groups' maxima bounds the k-th largest score from below, so all that is selected lies in the groups whose
-maximum reaches it: k groups, and more only where there are equals. The bound, then the threshold, are found by halving the range of
-the integers. Equals are taken from the nearest on; the `local` nearest keys are the largest integer, and a key that the query must
-not see is the smallest. Nothing depends on the order in which programs run.
+maximum reaches it: k groups, and more only where there are equals. The bound, then the threshold, are found by quartering the
+range of the integers. Equals are taken from the nearest on; the `local` nearest keys are the largest integer, and a key that the
+query must not see is the smallest. Nothing depends on the order in which programs run.
 
 Scores exist for one strip of queries at a time, of bounded size, so that memory grows as T * top_k. DeepSeek-V3.2, 2512.02556.
 """
@@ -16,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import operand_types, options, ready, shared_by_layers, tile, traced
+from .launch import architecture, launch, operand_types, options, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
 
 QUERIES = 16  # that share a list
 GROUP = 16  # keys with one maximum
+WHOLE = 256  # keys of a row of scores come in multiples of this, so that a tile's maxima stay in their row
 STRIP = 2**29  # bytes of scores at a time, 2,048 queries at 65,536 keys: half of it took 1.2 times as long at 32,768
 UNSEEN, LOCAL = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 2)  # integers of what is not to be seen, and of the nearest
 
@@ -100,35 +102,57 @@ def _block(keys, groups, i, n, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _quarters(low, high):
+    """Three bounds that cut the integers low + 1 .. high into four."""
+    width = high - low
+    return low + ((width + 3) >> 2), low + ((2 * width + 3) >> 2), low + ((3 * width + 3) >> 2)
+
+
+@triton.jit
+def _reach(b_x, one, two, three):
+    """How many are at least as large as each of three bounds, in 21 bits each: one reduction for three counts."""
+    some = (b_x >= one.to(tl.int32)).to(tl.int64) + ((b_x >= two.to(tl.int32)).to(tl.int64) << 21)
+    return tl.sum(some + ((b_x >= three.to(tl.int32)).to(tl.int64) << 42))
+
+
+@triton.jit
+def _narrowed(counts, low, high, one, two, three, reached, top_k):
+    """The quarter that holds the largest integer that top_k reach: low, high (low, if just top_k reach it), how many reach low."""
+    by_one, by_two, by_three = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
+    if by_three >= top_k:
+        low, reached = three, by_three
+    elif by_two >= top_k:
+        low, reached, high = two, by_two, three - 1
+    elif by_one >= top_k:
+        low, reached, high = one, by_one, two - 1
+    else:
+        high = one - 1
+    return low, tl.where(reached == top_k, low, high), reached
+
+
+@triton.jit
 def _threshold(keys, groups, n, top_k, least, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """The largest integer from `least` on that top_k entries reach, or a smaller one that exactly top_k reach, and how many do; of
     `least` itself, how many entries there are. The first BLOCK of the list stay in registers."""
     b_x, _ = _block(keys, groups, 0, n, BLOCK, WIDTH)
-    low, high, reached = least.to(tl.int64), tl.full([], 2**31 - 2, tl.int64), n * WIDTH
+    low, high, reached = least.to(tl.int64), tl.full([], 2**31 - 2, tl.int64), (n * WIDTH).to(tl.int64)
     while low < high:
-        bound = (low + high + 1) >> 1
-        count = _at_least(b_x, bound.to(tl.int32))
+        one, two, three = _quarters(low, high)
+        counts = _reach(b_x, one, two, three)
         for i in range(BLOCK, n, BLOCK):
-            count += _at_least(_block(keys, groups, i, n, BLOCK, WIDTH)[0], bound.to(tl.int32))
-        if count >= top_k:
-            low, reached = bound, count
-            if count == top_k:
-                high = bound
-        else:
-            high = bound - 1
+            counts += _reach(_block(keys, groups, i, n, BLOCK, WIDTH)[0], one, two, three)
+        low, high, reached = _narrowed(counts, low, high, one, two, three, reached, top_k)
     return low.to(tl.int32), reached
 
 
 @triton.jit(do_not_specialize=["t0", "T", "S", "R"])
 def threshold_kernel(
-    keys, maxima, lows, ends, marks, groups, index, count, t0, T, S, R, W, top_k,
-    BG: tl.constexpr, BK: tl.constexpr, HAS_LOWS: tl.constexpr, HAS_ENDS: tl.constexpr, LIST: tl.constexpr,
+    keys, maxima, lows, marks, groups, t0, T, S, R, W, top_k,
+    BG: tl.constexpr, BK: tl.constexpr, HAS_LOWS: tl.constexpr,
 ):  # fmt: skip
-    """What query t selects: a bit for each key, 16 keys to an entry of `marks (B, R, W / 16)` int16, or (LIST) the keys themselves
-    in `index (B, R, top_k)`, and `count`.
+    """What query t selects: a bit for each key, 16 keys to an entry of `marks (B, R, W / 16)` int16.
 
-    Keys end after the query's own, or (HAS_ENDS) after `ends (B,)`. groups `(B, R, W / 16 + 2 top_k)` int32 is scratch. Of
-    marks, the groups that hold no key the query sees are left as they are.
+    groups `(B, R, W / 16 + 2 top_k)` int32 is scratch. Of marks, the groups that hold no key the query sees are left as they are.
     """
     i = tl.program_id(0).to(tl.int64)
     i_b, t = i // R, t0 + (i % R).to(tl.int32)
@@ -137,10 +161,7 @@ def threshold_kernel(
     low, end = 0, S + t + 1
     if HAS_LOWS:
         low = tl.load(lows + i_b * T + t)
-    if HAS_ENDS:
-        end = tl.minimum(tl.load(ends + i_b).to(tl.int32) + 1, end)
-    keys, maxima, groups, index = keys + i * W, maxima + i * (W // 16), groups + i * (W // 16 + 2 * top_k), index + i * top_k
-    marks += i * (W // 16)
+    keys, maxima, groups, marks = keys + i * W, maxima + i * (W // 16), groups + i * (W // 16 + 2 * top_k), marks + i * (W // 16)
     bound, at, start = tl.full([], -(2**31) + 1, tl.int32), 0, low // 16
     n = tl.where(end > low, (end + 15) // 16 - start, 0)
     if n > top_k:
@@ -150,8 +171,7 @@ def threshold_kernel(
         o_g = j + tl.arange(0, BG)
         hit = (tl.load(maxima + start + o_g, mask=o_g < n, other=UNSEEN) >= bound) & (o_g < n)
         tl.store(groups + m + tl.cumsum(hit.to(tl.int32), 0) - 1, start + o_g, mask=hit)
-        if not LIST:
-            tl.store(marks + start + o_g, tl.zeros([BG], dtype=tl.int16), mask=o_g < n)
+        tl.store(marks + start + o_g, tl.zeros([BG], dtype=tl.int16), mask=o_g < n)
         m += tl.sum(hit.to(tl.int32), axis=0)
     tl.debug_barrier()  # the list is read, and marks are written again, by other threads
     if end - low > top_k:
@@ -183,22 +203,97 @@ def threshold_kernel(
                     at = middle
                 else:
                     high = middle - 1
-    done = 0
     for j in range(0, m, BK):
         b_x, o_s = _block(keys, groups, j, m, BK, 16)
         hit = ((b_x > bound) | ((b_x == bound) & (o_s >= at))).to(tl.int32)
-        if LIST:
-            hit = tl.reshape(hit, [BK * 16])
-            place = done + tl.cumsum(hit, 0) - 1
-            tl.store(index + place, tl.reshape(o_s, [BK * 16]), mask=(hit > 0) & (place < top_k))
-            done += tl.sum(hit, axis=0)
-        else:
-            o_g = j + tl.arange(0, BK)
-            b_g = tl.load(groups + o_g, mask=o_g < m, other=0)
-            b_marks = tl.sum(hit << tl.arange(0, 16)[None, :], axis=1)
-            tl.store(marks + b_g, b_marks.to(tl.int16), mask=o_g < m)
-    if LIST:
-        tl.store(count + i, done)
+        o_g = j + tl.arange(0, BK)
+        b_g = tl.load(groups + o_g, mask=o_g < m, other=0)
+        b_marks = tl.sum(hit << tl.arange(0, 16)[None, :], axis=1)
+        tl.store(marks + b_g, b_marks.to(tl.int16), mask=o_g < m)
+
+
+@triton.jit
+def _entries(x, within, i, n, listed, BLOCK: tl.constexpr):
+    """Entries i .. i + BLOCK of n, and where in x they lie: x's first n, or if `listed` the 16 of each group in `within`."""
+    o = i + tl.arange(0, BLOCK)
+    b_at = o
+    if listed:
+        b_at = tl.load(within + o // 16, mask=o < n, other=0) * 16 + o % 16
+    return tl.load(x + b_at, mask=o < n, other=UNSEEN), b_at
+
+
+@triton.jit
+def _choose(x, within, n, listed, top_k, chosen, BLOCK: tl.constexpr):
+    """Write to `chosen`, ascending, where the top_k largest of n entries of x lie, of equals the last ones; returns how many, fewer
+    if fewer are to be seen. Entries are those of `_entries`. The range of the integers is quartered until a bound is found; the
+    first BLOCK entries stay in registers meanwhile."""
+    b_x, _ = _entries(x, within, 0, n, listed, BLOCK)
+    low, reached = tl.full([], -(2**31) + 1, tl.int64), n.to(tl.int64)
+    high = tl.where(n > top_k, 2**31 - 2, low)
+    while low < high:
+        one, two, three = _quarters(low, high)
+        counts = _reach(b_x, one, two, three)
+        for i in range(BLOCK, n, BLOCK):
+            counts += _reach(_entries(x, within, i, n, listed, BLOCK)[0], one, two, three)
+        low, high, reached = _narrowed(counts, low, high, one, two, three, reached, top_k)
+    bound = low.to(tl.int32)
+    left = -top_k  # equals that are not taken
+    for i in range(0, n, BLOCK):
+        left += _at_least(_entries(x, within, i, n, listed, BLOCK)[0], bound)
+    left, more, equal = tl.maximum(left, 0), 0, 0
+    for i in range(0, n, BLOCK):
+        b_x, b_at = _entries(x, within, i, n, listed, BLOCK)
+        both = (b_x > bound).to(tl.int32) + ((b_x == bound).to(tl.int32) << 16)
+        places = tl.cumsum(both, 0)
+        b_more, b_equal = more + (places & 0xFFFF), equal + (places >> 16)
+        taken = (b_x > bound) | ((b_x == bound) & (b_equal > left))
+        tl.store(chosen + b_more + tl.maximum(b_equal - left, 0) - 1, b_at, mask=taken)
+        both = tl.sum(both, axis=0)
+        more, equal = more + (both & 0xFFFF), equal + (both >> 16)
+    tl.debug_barrier()  # the list is read by other threads
+    return more + tl.maximum(equal - left, 0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def choose_kernel(keys, maxima, tops, length, groups, index, count, S, W, top_k, BLOCK: tl.constexpr):
+    """What a row's one query selects of its length + 1 keys: `index (B, top_k)`, ascending, and `count (B,)`.
+
+    maxima `(B, W / 16)` are those of 16 keys, tops `(B, W / 256)` those of 256. With equals in the order of their positions, the
+    top_k largest lie in the top_k groups whose maxima are the largest: never are more than BLOCK or 16 top_k numbers compared.
+    groups `(B, 2, top_k)` is scratch.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(length + i).to(tl.int32), S - 1) + 1
+    keys, maxima, tops, index = keys + i * W, maxima + i * (W // 16), tops + i * (W // 256), index + i * top_k
+    high, low = groups + i * 2 * top_k, groups + (i * 2 + 1) * top_k
+    n, by_tops, by_maxima = (end + 15) // 16, end > 16 * BLOCK, end > BLOCK
+    if by_tops:
+        n = 16 * _choose(tops, high, (end + 255) // 256, end < 0, top_k, high, BLOCK)
+    if by_maxima:
+        n = 16 * _choose(maxima, high, n, by_tops, top_k, low, BLOCK)
+    else:
+        n = end
+    tl.store(count + i, _choose(keys, low, n, by_maxima, top_k, index, BLOCK))
+
+
+@triton.jit
+def _marks_of(marks, lows, t, o_g, S, T, W, HAS_LOWS: tl.constexpr):
+    """The 16 marks of query t in each of groups o_g. They exist where it sees keys: nowhere if it is padding, whose first key would
+    lie behind its own."""
+    low, end = 0, tl.where(t < T, tl.minimum(S + t + 1, W), 0)
+    if HAS_LOWS:
+        low = tl.load(lows + tl.minimum(t, T - 1))
+        end = tl.where(low < end, end, 0)
+    return tl.load(marks + o_g, mask=(o_g >= low // 16) & (o_g < (end + 15) // 16), other=0).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _ones(x):
+    """How many of the 16 bits of x are set."""
+    x -= (x >> 1) & 0x5555
+    x = (x & 0x3333) + ((x >> 2) & 0x3333)
+    x = (x + (x >> 4)) & 0x0F0F
+    return (x + (x >> 8)) & 0x1F
 
 
 @triton.jit(do_not_specialize=["t0", "T", "S", "R", "NT", "NS", "NC"])
@@ -211,34 +306,29 @@ def union_kernel(
     i = tl.program_id(0).to(tl.int64)
     i_c, i_s, i_b = (i % NC).to(tl.int32), ((i // NC) % NS).to(tl.int32), i // (NC * NS)
     t, o_u = t0 + i_s * Q, tl.arange(0, BG * 16)
-    i_tile, parts = i_b * NT + t // Q, parts + (i_b * NS + i_s) * NC
+    i_tile, parts, lows = i_b * NT + t // Q, parts + (i_b * NS + i_s) * NC, lows + i_b * T
     marks, index, bits = marks + (i_b * R + i_s * Q) * (W // 16), index + i_tile * CAP, bits + i_tile * CAP
+    if COUNT:
+        o_g, b_any = i_c * RUN + tl.arange(0, RUN), tl.zeros([RUN], dtype=tl.int32)
+        for q in tl.static_range(Q):
+            b_any |= _marks_of(marks + q * (W // 16), lows, t + q, o_g, S, T, W, HAS_LOWS)
+        tl.store(parts + i_c, tl.sum(_ones(b_any), axis=0))
+        return
     done = 0
-    if not COUNT:
-        for c in range(0, i_c, 64):
-            o_c = c + tl.arange(0, 64)
-            done += tl.sum(tl.load(parts + o_c, mask=o_c < i_c, other=0), axis=0)
+    for c in range(0, i_c, 64):
+        o_c = c + tl.arange(0, 64)
+        done += tl.sum(tl.load(parts + o_c, mask=o_c < i_c, other=0), axis=0)
     for g in range(i_c * RUN, tl.minimum(i_c * RUN + RUN, (tl.minimum(S + tl.minimum(t + Q, T), W) + 15) // 16), BG):
-        o_s = g * 16 + o_u
         b_bits = tl.zeros([BG * 16], dtype=tl.int32)
         for q in tl.static_range(Q):
-            # A query has marks where it sees keys: nowhere if it is padding, whose first key would lie behind its own.
-            low, end = 0, tl.where(t + q < T, tl.minimum(S + t + q + 1, W), 0)
-            if HAS_LOWS:
-                low = tl.load(lows + i_b * T + tl.minimum(t + q, T - 1))
-                end = tl.where(low < end, end, 0)
-            seen = (o_s >= low // 16 * 16) & (o_s < end)
-            b_marks = tl.load(marks + q * (W // 16) + o_s // 16, mask=seen, other=0).to(tl.int32)
+            b_marks = _marks_of(marks + q * (W // 16), lows, t + q, g + o_u // 16, S, T, W, HAS_LOWS)
             b_bits |= ((b_marks >> (o_u % 16)) & 1) << q
         some = (b_bits != 0).to(tl.int32)
-        if not COUNT:
-            place = done + tl.cumsum(some, 0) - 1
-            tl.store(index + place, o_s, mask=b_bits != 0)
-            tl.store(bits + place, b_bits, mask=b_bits != 0)
+        place = done + tl.cumsum(some, 0) - 1
+        tl.store(index + place, g * 16 + o_u, mask=b_bits != 0)
+        tl.store(bits + place, b_bits, mask=b_bits != 0)
         done += tl.sum(some, axis=0)
-    if COUNT:
-        tl.store(parts + i_c, done)
-    elif i_c == NC - 1:
+    if i_c == NC - 1:
         tl.store(count + i_tile, done)
 
 
@@ -248,7 +338,7 @@ def union_kernel(
 _HOPPER = {
     "scores": {"num_warps": 4, "num_stages": 3, "ROWS": 64, "N": 128, "CHUNK": 2048},
     "threshold": {"num_warps": 4, "num_stages": 1, "BG": 1024, "BK": 128},  # many queries: 6 programs to an SM
-    "decode_threshold": {"num_warps": 8, "num_stages": 1, "BG": 4096, "BK": 256},  # few: 65,536 keys' maxima in registers
+    "choose": {"num_warps": 8, "num_stages": 1, "BLOCK": 4096},
     "union": {"num_warps": 4, "num_stages": 1, "BG": 32, "RUN": 256},
 }
 _WIDE = _HOPPER | {  # operands of 4 bytes
@@ -300,31 +390,41 @@ def _scores(inputs, lows, past, length, t0, R, S, local, keys, maxima):
     N, ROWS = chosen["N"], chosen["ROWS"]
     NR, NC = triton.cdiv(R, ROWS), triton.cdiv(min(S + t0 + R, keys.shape[-1]), chosen["CHUNK"])
     integers = w if maxima is None else maxima  # stands in for what is not read
-    scores_kernel[(B * NR * NC,)](
-        tile(q, [ROWS, padded(D)]), tile(k[:, :, None], [N, padded(D)]), w, integers if lows is None else lows,
+    given = {"HAS_LOWS": lows is not None, "HAS_PAST": past is not None, "RAW": maxima is None}
+    launch(scores_kernel, J=J, BD=padded(D), **given, **operands(q, scores_kernel), **chosen)(
+        B * NR * NC, tile(q, [ROWS, padded(D)]), tile(k[:, :, None], [N, padded(D)]), w, integers if lows is None else lows,
         integers if past is None else past, integers if past is None else length, tile(keys[:, :, None], [ROWS, N]), integers,
-        scale, t0, T, S, R, keys.shape[-1], NR, NC, local, J=J, BD=padded(D), HAS_LOWS=lows is not None,
-        HAS_PAST=past is not None, RAW=maxima is None, **operands(q, scores_kernel), **chosen,
+        scale, t0, T, S, R, keys.shape[-1], NR, NC, local,
     )  # fmt: skip
 
 
-def marked(keys, maxima, lows, t0, T, S, top_k, ends=None):
-    """Marks `(B, R, W / 16)` int16 of what rows of keys `(B, R, W)` select; with `ends`, lists `(B, R, top_k)` and lengths."""
+def marked(keys, maxima, lows, t0, T, S, top_k):
+    """Marks `(B, R, W / 16)` int16 of what rows of keys `(B, R, W)` select."""
     B, R, W = keys.shape
-    groups = torch.empty(B, R, W // GROUP + 2 * top_k, dtype=torch.int32, device=keys.device)
-    if ends is None:
-        out = torch.empty(B, R, W // GROUP, dtype=torch.int16, device=keys.device)
-        outputs = out, groups, groups, groups
-    else:
-        out = tuple(torch.empty(B, R, *n, dtype=torch.int32, device=keys.device) for n in ((top_k,), ()))
-        outputs = groups, groups, *out
-    chosen = dict(_options("threshold" if ends is None else "decode_threshold", keys))
+    groups = torch.empty(B * R * (W // GROUP + 2 * top_k), dtype=torch.int32, device=keys.device)
+    marks = torch.empty(B, R, W // GROUP, dtype=torch.int16, device=keys.device)
+    chosen = dict(_options("threshold", keys))
     chosen["BK"] = min(chosen["BK"], padded(top_k))
-    threshold_kernel[(B * R,)](
-        keys, maxima, groups if lows is None else lows, groups if ends is None else ends, *outputs, t0, T, S, R, W, top_k,
-        HAS_LOWS=lows is not None, HAS_ENDS=ends is not None, LIST=ends is not None, **chosen,
-    )  # fmt: skip
-    return out
+    launch(threshold_kernel, HAS_LOWS=lows is not None, **chosen)(
+        B * R, keys, maxima, groups if lows is None else lows, marks, groups, t0, T, S, R, W, top_k
+    )
+    return marks
+
+
+def choose_options(table, top_k):
+    """All of 16 top_k numbers in registers, 16 a thread; beyond 8,192 (16,384 spill) they are read again in every round."""
+    block = min(max(table["choose"]["BLOCK"], triton.next_power_of_2(16 * top_k)), 8192)
+    return table["choose"] | {"BLOCK": block, "num_warps": table["choose"]["num_warps"] * block // table["choose"]["BLOCK"]}
+
+
+def chosen_keys(keys, maxima, tops, length, S, top_k):
+    """index `(B, top_k)`, ascending, and count `(B,)`: what one query a row selects of the first length + 1 of keys `(B, W)`."""
+    B, W = keys.shape
+    index, count = (torch.empty(B, *n, dtype=torch.int32, device=keys.device) for n in ((top_k,), ()))
+    groups = torch.empty(B, 2, top_k, dtype=torch.int32, device=keys.device)
+    options = choose_options(LAUNCH[architecture(keys), 4], top_k)
+    launch(choose_kernel, **options)(B, keys, maxima, tops, length, groups, index, count, S, W, top_k)
+    return index, count
 
 
 def _union(marks, lows, lists, t0, T, S):
@@ -334,11 +434,11 @@ def _union(marks, lows, lists, t0, T, S):
     chosen, NS = _options("union", bits), triton.cdiv(min(R, T - t0), QUERIES)
     NC = triton.cdiv(groups, chosen["RUN"])
     parts = torch.empty(B, NS, NC, dtype=torch.int32, device=marks.device)
+    tensors = marks, parts if lows is None else lows, parts, index, bits, count
     for counting in (True, False):
-        union_kernel[(B * NS * NC,)](
-            marks, parts if lows is None else lows, parts, index, bits, count, t0, T, S, R, groups * GROUP, index.shape[1], NS, NC,
-            index.shape[2], Q=QUERIES, HAS_LOWS=lows is not None, COUNT=counting, **chosen,
-        )  # fmt: skip
+        launch(union_kernel, Q=QUERIES, HAS_LOWS=lows is not None, COUNT=counting, **chosen)(
+            B * NS * NC, *tensors, t0, T, S, R, groups * GROUP, index.shape[1], NS, NC, index.shape[2]
+        )
 
 
 def _new_lists(B, T, keys, top_k, device):
@@ -353,12 +453,12 @@ def _select_pass(q, k, w, lows, past, length, top_k, local):
     B, T, S = *q.shape[:2], k.shape[1] - q.shape[1]
     inputs = _index_inputs(q, k, w)
     lists = _new_lists(B, T, S + T, top_k, q.device)
-    W = triton.cdiv(S + T, 128) * 128
+    W = triton.cdiv(S + T, WHOLE) * WHOLE
     R = min(triton.cdiv(T, 64), max(1, STRIP // (B * 64 * W * 4))) * 64
     keys = torch.empty(B * R * W, dtype=torch.int32, device=q.device)
     maxima = torch.empty(B * R * (W // GROUP), dtype=torch.int32, device=q.device)
     for t0 in range(0, T, R):
-        W = triton.cdiv(S + min(t0 + R, T), 128) * 128  # the strip's last query sees no more
+        W = triton.cdiv(S + min(t0 + R, T), WHOLE) * WHOLE  # the strip's last query sees no more
         b_keys, b_maxima = keys[: B * R * W].view(B, R, W), maxima[: B * R * (W // GROUP)].view(B, R, -1)
         _scores(inputs, lows, past, length, t0, R, S, local, b_keys, b_maxima)
         _union(marked(b_keys, b_maxima, lows, t0, T, S, top_k), lows, lists, t0, T, S)

@@ -5,6 +5,9 @@
     partials   (16 queries, a key head)  dk, dv of the listed keys from these queries alone, in the order of the list
     reduce     (a key)                   their sums over the lists that hold the key
 
+    decode_scores (blocks of 256 keys)   one token: its index scores, its keys and values into the caches; then a list by `choose`
+    decode     (a key head, a slice)     attention over a slice of the list; the slices are joined as in triton_step.py
+
 Neighbouring queries select much the same keys, so that 16 of them (times the query heads of a key head) make one matrix product
 over the union of their selections, and each row of k and v is fetched once for all; what a single query reads stays its own choice
 (the bits of triton_selection.py). Partial gradients exist for one strip of lists at a time, of bounded size, and are added in the
@@ -16,9 +19,11 @@ import triton
 import triton.language as tl
 
 from . import triton_selection as selection
-from .launch import direct, options, traced
+from . import triton_step as step
+from .launch import direct, launch, operand_types, options, traced
 from .reference import _keep, cache_positions
 from .triton_selection import LOCAL, QUERIES, UNSEEN, ordered, padded
+from .triton_step import _heads, _prepared
 
 STRIP = 2**30  # bytes of partial gradients at a time
 LOG2E = 1.4426950408889634
@@ -41,16 +46,14 @@ def _program(H, NT, NH, Q: tl.constexpr, G: tl.constexpr, HB: tl.constexpr, T):
 @triton.jit
 def selected_keys(index, bits, o_u, n, o_q, o_t, b_low, KEYS: tl.constexpr):
     """Keys at entries o_u of a list of n, and which rows read them `(rows, entries)`: with KEYS "bits" those whose bit is set,
-    with "list" all, with "dense", where there is no list, those that see the key."""
+    with "dense", where there is no list, those that see the key."""
     if KEYS == "dense":
         b_s = o_u
         read = (o_u[None, :] >= b_low[:, None]) & (o_u[None, :] <= o_t[:, None])
     else:
         b_s = tl.load(index + o_u, mask=o_u < n, other=0)
-        read = (o_u < n)[None, :] & (o_q >= 0)[:, None]
-        if KEYS == "bits":
-            b_bits = tl.load(bits + o_u, mask=o_u < n, other=0)
-            read = ((b_bits[None, :] >> o_q[:, None]) & 1) != 0
+        b_bits = tl.load(bits + o_u, mask=o_u < n, other=0)
+        read = ((b_bits[None, :] >> o_q[:, None]) & 1) != 0
     return b_s, read
 
 
@@ -193,43 +196,140 @@ def reduce_kernel(part, order, starts, total, F, BF: tl.constexpr, E: tl.constex
     tl.store(p, tl.load(p, mask=o_f < F) + b_sum, mask=o_f < F)
 
 
-@triton.jit(do_not_specialize=["S", "NC", "local"])
-def decode_scores_kernel(
-    q, w, new_k, new_v, new_index, k_cache, v_cache, index_cache, length, keys, maxima, scale, S, W, NC, local, KF, VF,
-    J: tl.constexpr, BJ: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BF: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+# ----------------------------------------------------------------------------------------------------------------------
+# One token. Its heads may come as a projection gives them: then they are normalised and rotated here.
+
+
+@triton.jit
+def _rotation(frequency, position, o_d, ROPE: tl.constexpr):
+    """Of channels o_d: the other of each rotated pair, the sign of its part, cosine, sine; as in `triton_step.attention_kernel`."""
+    first = o_d < ROPE // 2
+    pair, sign = tl.where(first, o_d + ROPE // 2, o_d - ROPE // 2), tl.where(first, -1.0, 1.0)
+    angle = position.to(tl.float32) * tl.load(frequency + tl.where(first, o_d, pair), mask=o_d < ROPE, other=0.0)
+    return pair, sign, tl.cos(angle), tl.sin(angle)  # beyond ROPE: the angle is 0
+
+
+@triton.jit
+def _index_key(p, weight, bias, eps, o_d, pair, sign, cos, sin, D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """The index key `(BD,)` at p, after its layer norm and rotation."""
+    x, m = tl.load(p + o_d, mask=o_d < D, other=0.0).to(tl.float32), o_d < ROPE
+    mean, r = 0.0, 1.0
+    if NORM:
+        mean = tl.sum(x, 0) / D
+        centred = tl.where(o_d < D, x - mean, 0.0)
+        r = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
+        x = centred * r * tl.load(weight + o_d, mask=o_d < D, other=0.0) + tl.load(bias + o_d, mask=o_d < D, other=0.0)
+    if ROPE > 0:
+        y = tl.load(p + pair, mask=m, other=0.0).to(tl.float32)
+        if NORM:
+            y = (y - mean) * r * tl.load(weight + pair, mask=m, other=0.0) + tl.load(bias + pair, mask=m, other=0.0)
+        x = x * cos + tl.where(m, y, 0.0) * sign * sin
+    return x
+
+
+@triton.jit
+def _write_token(
+    k, v, k_slot, v_slot, k_norm, frequency, position, HK, eps, BH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, QK_NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one query a row against CHUNK keys of its cache, as `scores_kernel`; the program whose keys contain the new
-    token's slot writes the token into the three caches."""
+    """A token's keys, normalised and rotated, and its values into their slots."""
+    o_h, o_d, o_v = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BV)
+    pair, sign, cos, sin = o_d, tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if ROPE > 0:
+        pair, sign, cos, sin = _rotation(frequency, position, o_d, ROPE)
+    p_k, m_k = k + o_h[:, None] * D, (o_h < HK)[:, None] & (o_d < D)[None, :]
+    b_k = _prepared(p_k + o_d[None, :], p_k + pair[None, :], k_norm, o_d, m_k, sign, cos, sin, eps, D, QK_NORM, ROPE)
+    tl.store(k_slot + o_h[:, None] * D + o_d[None, :], b_k.to(k_slot.dtype.element_ty), mask=m_k)
+    o_hv, m_v = o_h[:, None] * V + o_v[None, :], (o_h < HK)[:, None] & (o_v < V)[None, :]
+    tl.store(v_slot + o_hv, tl.load(v + o_hv, mask=m_v, other=0.0).to(tl.float32).to(v_slot.dtype.element_ty), mask=m_v)
+
+
+@triton.jit(do_not_specialize=["S", "NC", "HK", "local"])
+def decode_scores_kernel(
+    index_q, index_k, index_w, k, v, k_cache, v_cache, index_cache, length, index_norm, index_bias, index_frequency, k_norm,
+    frequency, keys, maxima, tops, scale, index_eps, eps, S, W, NC, HK, local, index_q_b, index_k_b, index_w_b, k_b, v_b,
+    J: tl.constexpr, BJ: tl.constexpr, DI: tl.constexpr, BDI: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROPE: tl.constexpr, QK_NORM: tl.constexpr,
+    ROPE: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Scores of one query a row against blocks i_c, i_c + NC, ... of 256 keys of its cache, as `scores_kernel`, with the maximum of
+    each block in tops. The program of the new token's block writes it into the three caches; nobody reads it from there."""
     i = tl.program_id(0).to(tl.int64)
     i_c, i_b = (i % NC).to(tl.int32), i // NC
-    at = tl.load(length + i_b).to(tl.int32)
-    if i_c * CHUNK > at:
+    position = tl.load(length + i_b).to(tl.int32)
+    at = tl.minimum(position, S - 1)
+    if i_c * 256 > at:
         return
-    o_j, o_d, o_n = tl.arange(0, BJ), tl.arange(0, BD), tl.arange(0, N)
-    m_q = (o_j < J)[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(q + (i_b * J + o_j[:, None]) * D + o_d[None, :], mask=m_q, other=0.0).to(DOT)
-    b_w = tl.load(w + i_b * J + o_j, mask=o_j < J, other=0.0).to(tl.float32) * scale
-    b_new = tl.load(new_index + i_b * D + o_d, mask=o_d < D, other=0.0).to(DOT)
-    for n in range(i_c * CHUNK, tl.minimum(at + 1, i_c * CHUNK + CHUNK), N):
-        o_s = n + o_n
-        p_k = index_cache + (i_b * S + o_s[:, None]) * D + o_d[None, :]
-        b_k = tl.load(p_k, mask=(o_s < at)[:, None] & (o_d < D)[None, :], other=0.0).to(DOT)
-        b_k = tl.where((o_s == at)[:, None], b_new[None, :], b_k)
-        b_z = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        b_key = ordered(tl.sum(tl.maximum(b_z, 0.0) * b_w[:, None], axis=0))
-        b_key = tl.where(o_s > at, UNSEEN, tl.where(at - o_s < local, LOCAL, b_key))
-        tl.store(keys + i_b * W + o_s, b_key)
-        b_max = tl.max(tl.reshape(b_key, [N // 16, 16]), axis=1)
-        tl.store(maxima + i_b * (W // 16) + n // 16 + tl.arange(0, N // 16), b_max)
-    if (at < i_c * CHUNK + CHUNK) & (at < S):
-        p = index_cache + (i_b * S + at) * D + o_d
-        tl.store(p, tl.load(new_index + i_b * D + o_d, mask=o_d < D).to(index_cache.dtype.element_ty), mask=o_d < D)
-        o_f = tl.arange(0, BF)
-        b_x = tl.load(new_k + i_b * KF + o_f, mask=o_f < KF)
-        tl.store(k_cache + (i_b * S + at) * KF + o_f, b_x.to(k_cache.dtype.element_ty), mask=o_f < KF)
-        b_x = tl.load(new_v + i_b * VF + o_f, mask=o_f < VF)
-        tl.store(v_cache + (i_b * S + at) * VF + o_f, b_x.to(v_cache.dtype.element_ty), mask=o_f < VF)
+    o_j, o_i, o_n = tl.arange(0, BJ), tl.arange(0, BDI), tl.arange(0, N)
+    pair, sign, cos, sin = o_i, tl.zeros([BDI], tl.float32), tl.zeros([BDI], tl.float32), tl.zeros([BDI], tl.float32)
+    if INDEX_ROPE > 0:
+        pair, sign, cos, sin = _rotation(index_frequency, position, o_i, INDEX_ROPE)
+    p_q, m_q = index_q + i_b * index_q_b + o_j[:, None] * DI, (o_j < J)[:, None] & (o_i < DI)[None, :]
+    b_q = _prepared(p_q + o_i[None, :], p_q + pair[None, :], index_norm, o_i, m_q, sign, cos, sin, 0.0, DI, False, INDEX_ROPE)
+    b_q = b_q.to(DOT)
+    b_w = tl.load(index_w + i_b * index_w_b + o_j, mask=o_j < J, other=0.0).to(tl.float32) * scale
+    p_new = index_k + i_b * index_k_b
+    b_new = _index_key(p_new, index_norm, index_bias, index_eps, o_i, pair, sign, cos, sin, DI, INDEX_NORM, INDEX_ROPE)
+    b_new = b_new.to(index_cache.dtype.element_ty)
+    for block in range(i_c, at // 256 + 1, NC):
+        b_top = tl.full([], UNSEEN, tl.int32)
+        for n in range(block * 256, block * 256 + 256, N):
+            o_s = n + o_n
+            p_k = index_cache + (i_b * S + o_s[:, None]) * DI + o_i[None, :]
+            b_k = tl.load(p_k, mask=(o_s < at)[:, None] & (o_i < DI)[None, :], other=0.0).to(DOT)
+            b_k = tl.where((o_s == at)[:, None], b_new.to(DOT)[None, :], b_k)
+            b_z = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+            b_key = ordered(tl.sum(tl.maximum(b_z, 0.0) * b_w[:, None], axis=0))
+            b_key = tl.where(o_s > at, UNSEEN, tl.where(at - o_s < local, LOCAL, b_key))
+            tl.store(keys + i_b * W + o_s, b_key)
+            b_max = tl.max(tl.reshape(b_key, [N // 16, 16]), axis=1)
+            tl.store(maxima + i_b * (W // 16) + n // 16 + tl.arange(0, N // 16), b_max)
+            b_top = tl.maximum(b_top, tl.max(b_max, axis=0))
+        tl.store(tops + i_b * (W // 256) + block, b_top)
+    if at // 256 % NC == i_c:
+        tl.store(index_cache + (i_b * S + at) * DI + o_i, b_new, mask=o_i < DI)
+        row = i_b * S + at
+        _write_token(
+            k + i_b * k_b, v + i_b * v_b, k_cache + row * HK * D, v_cache + row * HK * V, k_norm, frequency, position, HK, eps,
+            BH, D, BD, V, BV, QK_NORM, ROPE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["S", "CAP", "NS", "HK"])
+def decode_kernel(
+    q, k_cache, v_cache, length, index, count, q_norm, frequency, parts, stats, scale, eps, S, CAP, NS, HK, q_b,
+    R: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    QK_NORM: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The R query heads of a key head over one slice of a list: the unnormalised output, its maximum and its sum."""
+    i = tl.program_id(0).to(tl.int64)
+    i_s, i_h, i_b = (i % NS).to(tl.int32), (i // NS) % HK, i // (NS * HK)
+    position, n = tl.load(length + i_b).to(tl.int32), tl.load(count + i_b)
+    o_r, o_d, o_v, o_n = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, N)
+    pair, sign, cos, sin = o_d, tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if ROPE > 0:
+        pair, sign, cos, sin = _rotation(frequency, position, o_d, ROPE)
+    p_q, m_q = q + i_b * q_b + (i_h * R + o_r)[:, None] * D, (o_r < R)[:, None] & (o_d < D)[None, :]
+    b_q = _prepared(p_q + o_d[None, :], p_q + pair[None, :], q_norm, o_d, m_q, sign, cos, sin, eps, D, QK_NORM, ROPE)
+    b_q = (b_q * scale).to(DOT)
+    b_m, b_l = tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
+    b_o = tl.zeros([BR, BV], tl.float32)
+    size = tl.cdiv(tl.cdiv(n, N), NS) * N
+    for u in range(i_s * size, tl.minimum(i_s * size + size, n), N):  # a slice that runs has a key in every round
+        m_u = u + o_n < n
+        o_s = (i_b * S + tl.load(index + i_b * CAP + u + o_n, mask=m_u, other=0)[:, None]) * HK + i_h
+        b_k = tl.load(k_cache + o_s * D + o_d[None, :], mask=m_u[:, None] & (o_d < D)[None, :], other=0.0).to(DOT)
+        b_v = tl.load(v_cache + o_s * V + o_v[None, :], mask=m_u[:, None] & (o_v < V)[None, :], other=0.0).to(DOT)
+        b_p = tl.where(m_u[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), float("-inf"))
+        m_new = tl.maximum(b_m, tl.max(b_p, 1))
+        b_p, shrink = tl.exp2(b_p - m_new[:, None]), tl.exp2(b_m - m_new)
+        b_o = tl.dot(b_p.to(DOT), b_v, b_o * shrink[:, None], input_precision=PREC)
+        b_l = b_l * shrink + tl.sum(b_p, 1)
+        b_m = m_new
+    row = ((i_b * HK + i_h) * R + o_r) * NS + i_s
+    tl.store(parts + row[:, None] * V + o_v[None, :], b_o, mask=(o_r < R)[:, None] & (o_v < V)[None, :])
+    tl.store(stats + row * 2, b_m, mask=o_r < R)
+    tl.store(stats + row * 2 + 1, b_l, mask=o_r < R)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,14 +340,14 @@ _HOPPER = {
     "dq": {"num_warps": 4, "num_stages": 2, "N": 64},
     "partials": {"num_warps": 4, "num_stages": 1, "N": 64, "CHUNK": 512},
     "reduce": {"num_warps": 1, "num_stages": 2, "BF": 512, "E": 4},
-    "decode_scores": {"num_warps": 4, "num_stages": 3, "N": 128, "CHUNK": 1024},
-    "decode": {"num_warps": 4, "num_stages": 3, "N": 64},
+    "decode_scores": {"num_warps": 4, "num_stages": 2, "N": 128},
+    "decode": {"num_warps": 4, "num_stages": 2, "N": 64},
 }
 _WIDE = _HOPPER | {  # operands of 4 bytes
     "attend": {"num_warps": 8, "num_stages": 1, "N": 16},
     "dq": {"num_warps": 8, "num_stages": 1, "N": 16},
     "partials": {"num_warps": 8, "num_stages": 1, "N": 16, "CHUNK": 512},
-    "decode_scores": {"num_warps": 4, "num_stages": 1, "N": 64, "CHUNK": 1024},
+    "decode_scores": {"num_warps": 4, "num_stages": 1, "N": 64},
     "decode": {"num_warps": 4, "num_stages": 1, "N": 32},
 }
 _AMPERE = _HOPPER | {
@@ -262,27 +362,27 @@ def _options(kernel, x):
     return options(LAUNCH, kernel, x)
 
 
-def attention_shapes(q, k, v, queries=QUERIES):
+def attention_shapes(q, k, v):
     """Arguments of the kernels over lists: runtime T, S, H, and constants. HB heads of G make 64 rows with 16 queries."""
     T, H, D = q.shape[1:]
     S, HK, V = v.shape[1:]
     G = H // HK
-    HB = min(4, triton.next_power_of_2(G)) if queries == QUERIES else padded(G)
-    constants = {"Q": queries, "G": G, "HB": HB, "D": D, "V": V, "BD": padded(D), "BV": padded(V)}
+    HB = min(4, triton.next_power_of_2(G))
+    constants = {"Q": QUERIES, "G": G, "HB": HB, "D": D, "V": V, "BD": padded(D), "BV": padded(V)}
     return (T, S, H), triton.cdiv(G, HB), HK, constants | selection.operands(q, attend_kernel)
 
 
 def attend(q, k, v, index, bits, count, lows, scale, keys, out=True):
-    """out `(B, T, H, V)` (of no size unless `out`) and lse `(B, T, H)`. keys "bits"; "dense"; "list": one query to a list."""
-    runtime, NH, HK, constants = attention_shapes(q, k, v, 1 if keys == "list" else QUERIES)
+    """out `(B, T, H, V)` (of no size unless `out`), lse `(B, T, H)`. keys "bits": those of the lists; "dense": all from lows on."""
+    runtime, NH, HK, constants = attention_shapes(q, k, v)
     B, NT, CAP = index.shape if keys != "dense" else (q.shape[0], triton.cdiv(q.shape[1], QUERIES), 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o = torch.empty(*q.shape[:3], v.shape[-1] if out else 0, dtype=v.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    attend_kernel[(B * NT * HK * NH,)](
-        q, k, v, *(lse if x is None else x for x in (index, bits, count, lows)), o, lse, scale * LOG2E, *runtime, NT, NH, CAP,
-        KEYS=keys, OUT=out, **constants, **_options("decode" if keys == "list" else "attend", q),
-    )  # fmt: skip
+    lists = (lse if x is None else x for x in (index, bits, count, lows))
+    launch(attend_kernel, KEYS=keys, OUT=out, **constants, **_options("attend", q))(
+        B * NT * HK * NH, q, k, v, *lists, o, lse, scale * LOG2E, *runtime, NT, NH, CAP
+    )
     return o, lse
 
 
@@ -376,20 +476,82 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _direct = direct(_forward_pass, _save, lambda ctx, do: _differentiate(ctx, do, backward=_backward_pass))
 
 
-def _decode_pass(q, k, v, index_q, index_k, index_w, k_cache, v_cache, index_cache, length, top_k, local, scale):
-    (B, _, J, D), S = index_q.shape, k_cache.shape[1]
-    chosen = _options("decode_scores", q)
-    NC = triton.cdiv(S, chosen["CHUNK"])
-    keys = torch.empty(B, 1, NC * chosen["CHUNK"], dtype=torch.int32, device=q.device)
-    maxima = torch.empty(B, 1, keys.shape[-1] // selection.GROUP, dtype=torch.int32, device=q.device)
-    KF, VF = k_cache[0, 0].numel(), v_cache[0, 0].numel()
-    new = (x.contiguous() for x in (index_q, index_w, k, v, index_k))
-    decode_scores_kernel[(B * NC,)](
-        *new, k_cache, v_cache, index_cache, length, keys, maxima, D**-0.5, S, keys.shape[-1], NC, local, KF, VF,
-        J=J, BJ=padded(J), D=D, BD=padded(D), BF=padded(max(KF, VF)), **selection.operands(q, decode_scores_kernel), **chosen,
+def decode_scores(
+    index_q, index_k, index_w, k, v, k_cache, v_cache, index_cache, length, local, index_scale, index_norm, index_frequency, k_norm,
+    eps, frequency,
+):  # fmt: skip
+    """keys `(B, W)`, their maxima of 16 and of 256; the new token goes into the caches. Arguments are those of `decode`."""
+    (B, J, DI), (S, HK, D), V = index_q.shape, k_cache.shape[1:], v.shape[-1]
+    blocks = triton.cdiv(S, 256)
+    NC = min(blocks, max(1, 1024 // B))  # a program goes on to further blocks: the cost follows the length, not the capacity
+    keys, maxima, tops = (torch.empty(B, n * blocks, dtype=torch.int32, device=k.device) for n in (256, 16, 1))
+    weight, bias, index_eps = (k, k, 0.0) if index_norm is None else index_norm  # k stands in for what is not read
+    constants = {"J": J, "BJ": padded(J), "DI": DI, "BDI": padded(DI), "BH": padded(HK, 1), "D": D, "BD": padded(D), "V": V}
+    constants |= {"BV": padded(V), "INDEX_NORM": index_norm is not None, "QK_NORM": k_norm is not None}
+    constants |= {"INDEX_ROPE": _rotated(index_frequency), "ROPE": _rotated(frequency)}
+    constants |= operand_types(index_cache, decode_scores_kernel, wide="ieee")
+    launch(decode_scores_kernel, **constants, **_options("decode_scores", index_cache))(
+        B * NC, index_q, index_k, index_w, k, v, k_cache, v_cache, index_cache, length, weight, bias,
+        *(k if x is None else x for x in (index_frequency, k_norm, frequency)), keys, maxima, tops, index_scale, index_eps, eps, S,
+        256 * blocks, NC, HK, local, *(x.stride(0) for x in (index_q, index_k, index_w, k, v)),
     )  # fmt: skip
-    index, count = selection.marked(keys, maxima, None, 0, 1, keys.shape[-1], top_k, ends=length)
-    return attend(q, k_cache, v_cache, index, None, count, None, scale, "list")[0].to(q.dtype)
+    return keys, maxima, tops
+
+
+def _rotated(frequency):
+    return 0 if frequency is None else 2 * len(frequency)
+
+
+def decode_attention(q, k_cache, v_cache, length, index, count, scale, q_norm, eps, frequency, gate):
+    """Attention of one token a row, q `(B, H, D)`, over the keys that its list names: `(B, H, V)`."""
+    (B, H, D), (S, HK, V), CAP = q.shape, v_cache.shape[1:], index.shape[1]
+    chosen = _options("decode", k_cache)
+    NS = 1
+    while NS < 64 and NS * chosen["N"] < CAP and 2 * NS * B * HK <= 1024:
+        NS *= 2
+    parts = torch.empty(B, H, NS, V, dtype=torch.float32, device=q.device)
+    stats = torch.empty(B, H, NS, 2, dtype=torch.float32, device=q.device)
+    constants = {"R": H // HK, "BR": padded(H // HK), "D": D, "BD": padded(D), "V": V, "BV": padded(V)}
+    constants |= {"QK_NORM": q_norm is not None, "ROPE": _rotated(frequency)}
+    launch(decode_kernel, **constants, **operand_types(k_cache, decode_kernel, wide="ieee"), **chosen)(
+        B * HK * NS, q, k_cache, v_cache, length, index, count, *(parts if x is None else x for x in (q_norm, frequency)), parts,
+        stats, scale * LOG2E, eps, S, CAP, NS, HK, q.stride(0),
+    )  # fmt: skip
+    out = torch.empty(B, H, V, dtype=q.dtype, device=q.device)
+    launch(step.merge_kernel, V=V, BV=padded(V), NS=NS, SINKS=False, GATE=gate is not None, **options(step.LAUNCH, "merge", out))(
+        B * H, parts, stats, q, q if gate is None else gate, out, 0 if gate is None else gate.stride(0), H
+    )
+    return out
+
+
+def decode(
+    q, k, v, index_q, index_k, index_w, *, k_cache, v_cache, index_cache, length, top_k, local, scale, index_scale, index_norm=None,
+    index_frequency=None, norms=None, eps=0.0, frequency=None, gate=None,
+):  # fmt: skip
+    """One token: q `(B, H, D)`, k `(B, Hk, D)`, v `(B, Hk, V)`, index_q `(B, J, d)`, index_k `(B, d)`, index_w `(B, J)`, each row's
+    heads contiguous; returns `(B, H, V)`.
+
+    Scores are `index_scale sum_j w_j relu(q_j k)`. norms, eps, frequency and gate as in `triton_step.attention`; index_norm =
+    (weight, bias, eps) of the index key's layer norm, in fp32; index_frequency rotates the index heads. Nothing waits for the
+    device. A row that is full writes over its last slot.
+    """
+    S, (q_norm, k_norm) = k_cache.shape[1], norms or (None, None)
+    caches, index = (k_cache, v_cache, index_cache, length), (index_scale, index_norm, index_frequency)
+    scores = decode_scores(index_q, index_k, index_w, k, v, *caches, local, *index, k_norm, eps, frequency)
+    lists = selection.chosen_keys(*scores, length, S, min(top_k, S))
+    return decode_attention(q, k_cache, v_cache, length, *lists, scale, q_norm, eps, frequency, gate)
+
+
+def _decode_pass(q, k, v, index_q, index_k, index_w, k_cache, v_cache, index_cache, length, top_k, local, scale):
+    q, k, v, index_q = (_heads(x)[:, 0] for x in (q, k, v, index_q))
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "index_cache": index_cache, "length": length}
+    rest = {"top_k": top_k, "local": local, "scale": scale, "index_scale": index_q.shape[-1] ** -0.5}
+    return decode(q, k, v, index_q, _last(index_k), _last(index_w), **caches, **rest)[:, None]
+
+
+def _last(x):
+    """x `(B, 1, D)` as `(B, D)`, the channels side by side."""
+    return x[:, 0] if x.stride(2) == 1 else x[:, 0].contiguous()
 
 
 @torch.library.custom_op("hybrid::sparse_decode", mutates_args=("k_cache", "v_cache", "index_cache"))

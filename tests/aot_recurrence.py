@@ -13,7 +13,7 @@ SCANS = ("forward_kernel", "reverse_kernel")
 def calls(dtype, gate, delta, T, starts):
     """A function that runs a forward without and one with a backward on CPU tensors of no meaning."""
     q, k, v = (torch.zeros(1, T, 1, 128, dtype=dtype, requires_grad=True) for _ in range(3))
-    g = {"no decay": None, "one decay": torch.zeros(1), "decays": torch.zeros(1, T, 1)}[gate]
+    g = {"no decay": None, "one decay": torch.zeros(1), "decays": torch.zeros(1, T, 1, requires_grad=True)}[gate]
     options = {"segment_ids": torch.ones(1, T, dtype=torch.int32) if starts else None}
 
     def forward():
@@ -44,5 +44,5 @@ def cases(architecture):
                 flags = [n.lower() for n in ("OUT", "STATES", "EYE", "HAS_STARTS", "HAS_DHT") if case[2].get(n)]
                 rule = "delta" if delta else "linear"
                 name = " ".join((kernel.removesuffix("_kernel"), str(dtype).removeprefix("torch."), rule, gate, *flags))
-                # With Triton 3.6, by which they are timed, 24 B and 380 B at most; with 3.9 as many as 140 B and 470 B.
-                yield name, *case, 160 if kernel in SCANS else 480
+                # With Triton 3.6, by which they are timed, 80 B and 1116 B at most; with 3.9 as many as 250 B and 600 B.
+                yield name, *case, 250 if kernel in SCANS else 1200

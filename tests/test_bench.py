@@ -2,14 +2,16 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
 
 import bench
+from benchmarks import operators as peered
 from benchmarks import training, tuning
 from benchmarks.measure import PeakMemory
-from benchmarks.operators import compare, warm_all
+from benchmarks.operators import compare, failed, milliseconds, one_line, replayed, warm_all
 from benchmarks.workloads import WORKLOADS, bound_ms
 from configurator import ConfigError, ModelConfig
 from model import Model, format_bytes
@@ -80,9 +82,10 @@ def test_peak_memory_counts_what_is_alive():
 
 
 def test_kernels(tmp_path, capsys):
-    rows = run(tmp_path, "kernels", "--operators=gdn,conv,loss", "--shapes=B1 T70 D16 H2 K8 V8 N20", "--device=cpu")
+    rows = run(tmp_path, "kernels", "--operators=gdn,conv,loss", "--shapes=B1 T70 D16 H2 K8 V8 N20", "--device=cpu", "--profile")
+    assert all(sum(kernel["share"] for kernel in r["profile"]) > 0.5 for r in rows)
     assert [(r["operator"], r["backend"]) for r in rows] == [("gdn", "eager"), ("conv", "eager"), ("loss", "eager")]
-    assert all(0 < r["forward_ms"] < r["ms"] for r in rows)
+    assert all(0 < r["forward_ms"] < r["ms"] and r["graph_ms"] is None for r in rows)  # no graphs on a CPU
     assert "of bound" in capsys.readouterr().out
 
 
@@ -127,6 +130,75 @@ def test_ours_beside_peers():
     ]
     compare(rows := [*rows, {"operator": "gdn", "shape": "T1", "provider": "flash_qla", "error": "No module"}])
     assert "ratio" not in rows[0] and rows[1]["forward_ratio"] == rows[1]["ratio"] == 2.0 and "ratio" not in rows[2]
+    assert "graph_ratio" not in rows[1]
+    for row, graph_ms in zip(rows, (0.5, 2.0), strict=False):
+        row["graph_ms"] = graph_ms
+    compare(rows)
+    assert rows[1]["graph_ratio"] == 4.0
+
+
+def test_times_are_taken_when_nothing_else_runs(tmp_path, monkeypatch):
+    """Ours only after all peers have been tuned, and what did not compile not at all."""
+    events = []
+
+    class Workers:
+        def __init__(self, jobs, key, processes):
+            events.append(([(job.shape, job.provider) for job in jobs], len({key(job) for job in jobs})))
+
+        def warm(self, function, seconds, ready):
+            time.sleep(0.3)
+            events.append("tuned")
+
+        def measure(self, function, job, memory, seconds):
+            events.append(job.provider)
+            return None, "late"
+
+        def close(self):
+            events.append("closed")
+
+    monkeypatch.setattr(peered, "Workers", Workers)
+    monkeypatch.setattr(peered, "resolve_device", lambda config: (torch.device("cuda:0"), None))
+    monkeypatch.setattr(peered, "warm_all", lambda jobs, n: {jobs[0]: None, jobs[1]: "it fails"})
+    monkeypatch.setattr(peered, "measure", lambda job, memory: events.append(job.provider) or failed(job, "measured"))
+    around = dict.fromkeys(("device", "torch", "threads", "load_before"))
+    monkeypatch.setattr("benchmarks.measure.surroundings", lambda device: around)
+    rows = run(tmp_path, "kernels", "--operators=gdn", "--shapes=B1,B2", "--device=cuda:0")
+    tuned = [(shape, provider) for shape in ("B1", "B2") for provider in ("fla", "flash_qla")]
+    # fla's shapes one after the other in one process, FlashQLA's side by side
+    assert events == [(tuned, 3), "tuned", "ours", *(provider for _, provider in tuned), "closed"]
+    assert [row["error"] for row in rows if row["provider"] == "ours"] == ["measured", "it fails"]
+
+
+@pytest.mark.parametrize(
+    "message, says",
+    [
+        ("no descriptor: invalid context\nblockSize=[64, 64]", "no descriptor: invalid context"),
+        ("at 12:4:\n    x = tl.dot(a, b)\n    ^\nshapes differ", "shapes differ"),
+        ("", ""),
+    ],
+)
+def test_an_error_in_one_line(message, says):
+    assert one_line(ValueError(message)) == f"ValueError: {says}"
+
+
+@pytest.mark.gpu
+def test_a_call_replayed_from_a_graph():
+    """Of 20 products of small matrices the host's launches take longer than the kernels."""
+    x, device = torch.randn(64, 64, device="cuda", requires_grad=True), torch.device("cuda", 0)
+
+    def call():
+        y = x
+        for _ in range(20):
+            y = y @ x
+        return torch.autograd.grad(y, x, torch.ones_like(y))
+
+    assert 0 < replayed(call, device) < milliseconds(call, device)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        replayed(lambda: x.sum().item(), device)
+    with pytest.raises(RuntimeError):
+        replayed(torch.cuda.synchronize, device)  # which is not seen before capturing
+    torch.cuda.empty_cache()
+    assert 0 < replayed(call, device)  # failures leave nothing behind
 
 
 def test_tuning_finds_what_is_used_and_refuses_what_differs(monkeypatch):

@@ -1,7 +1,9 @@
 """The exam: every mixer passes it, and mixers that are wrong in one way fail the check that looks there."""
 
+import multiprocessing
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -231,7 +233,9 @@ def test_the_exam_leaves_the_generator_alone():
         (["gdn("], "missing"),
         (["mlp"], "the exam is of mixers alone"),
         (["nowhere.py"], "no such file"),
-        (["--small"], "the only flag is --device"),
+        (["--small"], "--small: the flags are --device=cpu, --device=cuda, --beside=fla and --seconds=N"),
+        (["--seconds=0", "--device=cuda"], "--seconds=0: the flags are"),
+        (["--beside=fla", "gdn"], "add --device=cuda"),
         (["--device=cuda", "gdm"], "no CUDA device" if not torch.cuda.is_available() else "known are gdn"),
     ],
 )
@@ -313,6 +317,85 @@ def test_jobs_cover_every_operator_and_hard_input():
     assert {job.name for job in jobs} == set(accuracy.WORKLOADS) - {"packed"}  # which is attention, as it is examined anyway
     assert {job.kind for job in jobs if job.name == "gdn"} == {"random", "correlated", "zero", "extreme"}
     assert accuracy.table({jobs[0]: accuracy.Result({"out": (0.5, 3e-3, 65), "q": (0.2, 2e-3, 1)}, [])})[0][-1] == "ok"
+
+
+def test_jobs_beside_fla_are_last_or_alone(monkeypatch):
+    monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: name == "fla")
+    jobs = accuracy.jobs_of(["gdn", "norm", "linear"])
+    beside = [(job.name, job.kind) for job in jobs if job.beside_fla]
+    assert beside == [("gdn", "random"), ("gdn", "correlated"), ("linear", "random")] and jobs[-4].name == "linear"
+    assert accuracy.jobs_of(["gdn", "norm", "linear"], beside_only=True) == jobs[-3:]
+
+
+def test_errors_of_tokens_have_a_floor():
+    """With a single key the gradient of q is 0 but for rounding."""
+    want = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+    got = want.float() + 1e-8
+    assert accuracy.error_of("q", got, want, floor=1e-2, by_token=True) == pytest.approx(1e-8 * 8**0.5 / (1e-2 / 8**0.5))
+    assert accuracy.error_of("q", got + 1, want + 1, floor=1e-2, by_token=True) < 1e-6
+    one = (want + 1).index_fill(1, torch.tensor([2]), 5.0)  # a token of four that is wrong
+    assert accuracy.error_of("q", one, want + 1, floor=1e-2, by_token=True) == 0 < accuracy.error_of("q", one, want + 1, floor=1e-2)
+
+
+def beside(monkeypatch, theirs):
+    """Ours, in Triton's interpreter, beside something that stands for fla."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(accuracy.WORKLOADS["gdn"].peers, "fla", theirs)
+    job = accuracy.Job("gdn", "B1 H2 K16 V16", "correlated", beside_fla=True)
+    return accuracy.examine_beside_fla(job, "cpu", torch.float32, lengths=(65,))
+
+
+def test_ours_beside_fla(monkeypatch):
+    worse = beside(monkeypatch, lambda x, s: 1.1 * kernels.eager.delta_rule(**x)[0])
+    assert worse.failures == [] and 0 < worse.fla_ratio < 0.01
+    assert "beside fla, T=65: out " in worse.notes[0] and worse.notes[0].count("(1.0e-01)") == 6  # out and five gradients
+    better = beside(monkeypatch, lambda x, s: kernels.eager.delta_rule(**x)[0])
+    assert better.failures == [] and 0 < better.fla_ratio < 1.1  # both at rounding
+    monkeypatch.setattr(accuracy, "BESIDE_FLA", 1e-6)
+    assert "out is off by" in beside(monkeypatch, lambda x, s: kernels.eager.delta_rule(**x)[0]).failures[0]
+
+
+def test_what_fla_refuses_is_a_note(monkeypatch):
+    def refuses(inputs, s):
+        raise RuntimeError("not on this GPU\nat all")
+
+    result = beside(monkeypatch, refuses)
+    assert result.failures == [] and result.notes[0].endswith("fla: RuntimeError: not on this GPU")
+
+
+def test_an_exam_ends_in_time():
+    start = time.perf_counter()
+    assert accuracy.run_all(["__import__('time').sleep(100)"], eval, 1) == {} and time.perf_counter() - start < 50
+    assert not multiprocessing.active_children()
+    said = []
+    assert accuracy.run_all(["1 + 1"], eval, 100, lambda *of: said.append(of)) == {"1 + 1": 2} and said == [("1 + 1", 2)]
+
+
+def test_what_was_not_done_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def run_all(jobs, seconds, said):
+        result = accuracy.Result({"out": (0.5, 3e-3, 65)}, ["it is off"], None, ("a note",))
+        said(jobs[0], result)
+        return {jobs[0]: result}
+
+    monkeypatch.setattr(accuracy, "run_all", run_all)
+    assert accuracy.main(["norm"], seconds=7) == ["it is off"]
+    first, note, failure, *_, total, left = capsys.readouterr().out.splitlines()
+    assert first == "1/2 norm D768, random: FAILED" and note == "a note" and failure == "it is off"
+    assert total.startswith("1 jobs, 1 failures") and left == "not done within 7 s, 1 jobs: norm D2048, random"
+    with pytest.raises(ConfigError, match="--beside=fla: norm: fla cannot be imported, or has none"):
+        accuracy.main(["norm"], beside_only=True)
+
+
+def test_flags():
+    flags, names = check.flags_of(["gdn", "--device=cuda", "--seconds=60", "--beside=fla"])
+    assert flags == {"--device": "cuda", "seconds": 60, "beside_only": True} and names == ["gdn"]
+
+
+def test_a_process_of_the_exam_that_ends_is_a_failure():
+    (result,) = accuracy.run_all(["__import__('os')._exit(1)"], eval).values()
+    assert "a process of the exam ended" in result.failures[0]
 
 
 @pytest.mark.gpu

@@ -24,13 +24,21 @@ FUSED = {  # how many halves of the pattern's four layers run as the model has t
     "deltanet(steps=2, gate=silu)": 4,
     "kda mla(rope=none)": 2,
     "linear retnet": 2,
-    "dsa(top_k=12, local=4, index_heads=2, index_dim=8) mla": 4,
+    "dsa(top_k=12, local=4, index_heads=2, index_dim=8) mla": 2,
     "mamba2(head_dim=16, d_state=16) mlp mamba2(head_dim=16, d_state=16, groups=2) attn(rope=none)": 1,
     "gdn(n_key_head=1, neg_eigval=true) attn(residual=post, qk_norm=full, gate=true)": 2,
 }
 
 
-@pytest.mark.parametrize("pattern", [*RECIPES, "attn(gate=true, rope=partial, n_kv_head=1) kda(low_rank=false, gate=none)"])
+FEW = "index_heads=3, index_dim=12, n_kv_head=1"
+MORE = [
+    "attn(gate=true, rope=partial, n_kv_head=1) kda(low_rank=false, gate=none)",
+    f"dsa(top_k=4, local=2, {FEW}, rope=partial, gate=true) dsa(top_k=3, local=0, {FEW}, rope=none, qk_norm=false)",
+    f"dsa(top_k=4, local=2, {FEW}, mode=dense) attn(qk_norm=false)",
+]
+
+
+@pytest.mark.parametrize("pattern", [*RECIPES, *MORE])
 def test_a_packed_step_is_the_models_step(pattern, tmp_path):
     model = model_of(pattern).to(DEVICE)
     engine = Engine(model)

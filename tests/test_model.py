@@ -5,8 +5,9 @@ import torch
 from conftest import from_transformers
 
 import kernels
+from benchmarks.measure import PeakMemory
 from configurator import ConfigError, ModelConfig
-from model import Model, ModelState
+from model import LatentAttention, Model, ModelState, rotary
 
 PATTERNS = [
     "gdn",
@@ -155,6 +156,99 @@ def test_backends_agree(pattern):
         with kernels.use_backend("reference"):
             assert "reference" in model.describe("cpu")
             assert close(model(tokens).logits, want)
+
+
+LATENT = "mla(rope=none, kv_rank=256, nope_dim=128, rope_dim=64, v_dim=128)"  # as in the recipe 124m/kimi_linear
+
+
+@pytest.mark.parametrize("pattern", ["mla", LATENT])
+@pytest.mark.parametrize("heads", [4, 3, 1])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_latents_are_read_a_few_heads_at_a_time(pattern, heads, backend, monkeypatch):
+    model, tokens = make(pattern, torch.float32, n_layer=1, n_head=4), tokens_of(2, 40)
+    mixer, seen = model.blocks[0].mixer, []
+    monkeypatch.setattr(LatentAttention, "at_once", 4 * heads * 2 * 40 * (mixer.nope + mixer.split[1] + mixer.V))
+    monkeypatch.setattr(kernels.eager, "PAIRS", 500)  # so few queries at a time
+    ids = torch.ones(2, 40, dtype=torch.int32)
+    ids[0, 33:], ids[1, 25:] = 0, 2
+    with torch.no_grad(), kernels.use_backend(backend), kernels.observe(lambda op, args, kwargs, out: seen.append((op, args))):
+        want = model(tokens).logits
+        for split in ([17, 23], [1, 8, 31], [38, 1, 1]):
+            state = model.init_state(2, 40)
+            assert close(torch.cat([model(part, state=state).logits for part in tokens.split(split, 1)], 1), want, 1e-5), split
+        want, state, seen[:] = model(tokens, segment_ids=ids).logits, model.init_state(2, 40), []
+        got = torch.cat([model(tokens[:, c], segment_ids=ids[:, c], state=state).logits for c in (slice(0, 30), slice(30, 40))], 1)
+        assert close(got[ids > 0], want[ids > 0], 1e-5) and state.length.tolist() == [33, 15]
+    calls = [args[0].shape[2] for op, args in seen if op == "softmax_attention"]
+    last = {4: [4], 3: [3, 1], 1: [1] * 4}[heads]
+    assert calls[-len(last) :] == last
+    assert all(max(q.shape[-1], v.shape[-1]) <= 256 for op, (q, _, v) in seen if op == "softmax_attention")  # what kernels take
+
+
+def test_memory_of_reading_with_a_long_cache():
+    """A chunk of 256 on a cache of 4096: scores and masks of all pairs would be 38 MB a tensor, keys of all heads 6 MB."""
+    model = make(LATENT, torch.float32, n_layer=1, n_head=4)
+    mixer, x = model.blocks[0].mixer, torch.randn(1, 4352, 32)
+    peaks = {}
+    for limited in (False, True):
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if limited:
+                patch.setattr(LatentAttention, "at_once", 4 * 4352 * 320)  # one head
+                patch.setattr(kernels.eager, "PAIRS", 4352 * 16)
+            state = mixer.init_state(1, 4352)
+            for part in x[:, :4096].split(2048, 1):
+                mixer(part, state=state)
+            with PeakMemory() as memory:
+                mixer(x[:, 4096:], state=state)
+            peaks[limited] = memory.peak
+    assert peaks[True] < 25e6 < 60e6 < peaks[False], peaks
+
+
+def test_rotary_is_a_rotation_by_position_times_frequency():
+    x, positions = torch.randn(2, 50, 3, 24, dtype=torch.float64), torch.randint(0, 100_000, (2, 50))
+    angle = positions[..., None].double() * 5e5 ** (-torch.arange(8).double() / 8)
+    z = torch.complex(x[..., :8], x[..., 8:16]) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    want = torch.cat([z.real, z.imag, x[..., 16:]], -1)
+    (got,) = rotary(x, positions=positions, theta=5e5, dim=16)
+    assert close(got, want, 1e-12)
+    q, k = rotary(x.float(), x[:, :, :1].float(), positions=positions % 1000, theta=5e5, dim=16)
+    want = rotary(x, positions=positions % 1000, theta=5e5, dim=16)[0]
+    assert q.dtype == torch.float32 and close(q.double(), want, 1e-3) and torch.equal(k, q[:, :, :1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_step_makes_the_tables_of_rope_once(packed):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    model, tokens = make("attn dsa(top_k=8, local=4) retnet mla", torch.float32).train(), tokens_of(2, 40)
+    ids = (torch.arange(40).expand(2, -1) // 15 + 1).int() if packed else None
+    torch.compiler.reset()
+    steps = []
+    for run in (torch.compile(model, backend=backend), model):
+        model.zero_grad()
+        loss = run(tokens, tokens, segment_ids=ids, total=True).loss
+        loss.backward()
+        steps.append((loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)))
+    assert all(close(a, b, 1e-5) for a, b in zip(*steps, strict=True))
+    forward, backward = graphs
+    assert sum("rope_tables" in name for name in forward) == 1 and not any("rope_tables" in name for name in backward)
+    assert not any("aten.cos" in name or "aten.sin" in name for name in forward + backward)
+
+
+def test_dropout_leaves_attention_to_a_selection_alone():
+    x = torch.randn(1, 40, 32)
+    for name, same in (("dsa(top_k=8, local=4)", True), ("dsa(mode=dense)", True), ("attn", False), ("mla", False)):
+        mixer = make(name, torch.float32, n_layer=1, dropout=0.5).train().blocks[0].mixer
+        assert torch.equal(mixer(x), mixer(x)) == same, name
 
 
 def test_a_state_with_gradients_is_refused():

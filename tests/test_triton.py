@@ -1,14 +1,18 @@
 """The recurrent family in Triton: in the interpreter on a CPU, and on a GPU where there is one."""
 
 import functools
+import os
 
 import pytest
 import torch
-from triton_cases import DEVICE, delta_inputs, documents, outputs, relative_error
+import triton
+import triton.language as tl
+from triton_cases import DEVICE, delta_inputs, documents, outputs, relative_error, unit
 
 import kernels
 from kernels import eager, reference, triton_recurrence
 
+MEMORY = 120 * 2**30  # bytes that the test of more than 2^31 elements may take
 SHAPES = [(2, 130, 1, 2, 16, 16), (1, 70, 2, 2, 24, 40), (1, 1, 1, 1, 16, 16), (1, 63, 1, 1, 64, 8), (1, 129, 1, 1, 128, 64)]
 
 
@@ -103,6 +107,50 @@ def test_head_widths_that_are_no_powers_of_two_or_wide(K, V):
     compare("delta_rule", delta_inputs(1, 70, 1, 1, K, V, "mild"), torch.randn(1, 1, K, V, device=DEVICE), None)
 
 
+@triton.jit
+def inverse_kernel(L, X, HALF: tl.constexpr):
+    o = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(X + o, triton_recurrence.inverse_64(tl.load(L + o), "tf32", HALF))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("length, beta", [(1.0, 2.0), (4.0, 2 / 16), (4.0, 2.0), (100.0, 2.0)])
+def test_the_inverse(length, beta, half):
+    """Right where beta |k|^2 <= 2; in fp16 finite beyond, where entries grow to 1e19 and more."""
+    k = length * unit(0.9 * torch.randn(16) + 0.3 * torch.randn(64, 16)).to(DEVICE)
+    L = (beta * torch.rand(64, 1, device=DEVICE) * k @ k.T).tril(-1)
+    X = torch.empty_like(L)
+    inverse_kernel[(1,)](L, X, half)
+    if beta * length**2 <= 2:
+        assert relative_error(X.double(), torch.linalg.inv(torch.eye(64, device=DEVICE) + L.double())) < 4e-3
+    elif half:
+        assert X.isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU multiplies 16-bit operands in every other test")
+@pytest.mark.parametrize(
+    "gate, packed, length", [("mild", False, 1.0), ("zero", True, 1.0), ("none", False, 1.0), ("zero", False, 4.0)]
+)
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
+def test_operands_of_16_bits(op, gate, packed, length, monkeypatch):
+    """The interpreter, whose bf16 operands are fp32, knows fp16: the products that are scaled into its range, for values and
+    gradients of any size. Keys of length 4, with beta in proportion, too."""
+    half = {"DOT": tl.float16, "PREC": "tf32"}
+    monkeypatch.setattr(triton_recurrence, "operand_types", lambda *_: half)
+    triton_recurrence._plan.cache_clear()
+    inputs = delta_inputs(2, 130, 1, 2, 32, 24, gate, correlated=gate != "mild")
+    inputs["k"], inputs["beta"], inputs["v"] = length * inputs["k"], inputs["beta"] / length**2, 30 * inputs["v"]
+    if op == "linear_attention":
+        inputs.pop("beta")
+    inputs = {n: x.half().float() if n in "qkv" else x for n, x in inputs.items()}
+    state, ids = 30 * torch.randn(2, 2, 32, 24), documents(2, 130) if packed else None
+    want = outputs(getattr(eager, op), torch.float64, inputs, state, ids)
+    got = outputs(getattr(triton_recurrence, op), torch.float32, inputs, state, ids, torch.float16)
+    triton_recurrence._plan.cache_clear()
+    for name in want:
+        assert relative_error(got[name].double(), want[name]) < (1e-2 if name == "g" else 6e-3), name
+
+
 def test_eager_is_the_reference_here():
     """The test above compares with eager in fp64, for speed: once, that it is the token loop."""
     inputs = {n: x.double() for n, x in delta_inputs(2, 130, 1, 2, 16, 16, "wide").items()}
@@ -124,9 +172,11 @@ def test_strided_inputs_and_an_expanded_gradient():
     assert relative_error(v.grad.double(), w.grad) < 2e-4
 
 
-def test_the_custom_operators_are_sound():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_custom_operators_are_sound(dtype):
     """PyTorch's own checks of schema, fake tensors and autograd registration."""
-    q, k, v, g, beta = (x.requires_grad_() for x in delta_inputs(1, 66, 1, 2, 16, 16, "mild").values())
+    inputs = delta_inputs(1, 66, 1, 2, 16, 16, "mild")
+    q, k, v, g, beta = ((x.to(dtype) if n in "qkv" else x).requires_grad_() for n, x in inputs.items())
     arguments = (q, k, v, g, beta, torch.randn(1, 2, 16, 16, device=DEVICE, requires_grad=True), None, 0.25, True)
     torch.library.opcheck(triton_recurrence._forward, arguments)
 
@@ -150,6 +200,18 @@ def test_delta_rule_in_bf16(shape, gate):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("correlated", [False, True])
+def test_large_keys_leave_everything_finite(correlated):
+    """Keys of lengths up to 4 with beta up to 1: the state grows from token to token, beyond fp16 but not beyond bf16."""
+    inputs = delta_inputs(2, 200, 2, 2, 128, 128, "mild", correlated, beta_max=0.25 if correlated else 1.0)
+    inputs["k"] = inputs["k"] * 4 * torch.rand(2, 200, 2, 1, device=DEVICE)
+    state = torch.zeros(2, 2, 128, 128, device=DEVICE)
+    got = outputs(triton_recurrence.delta_rule, torch.float32, inputs, state, None, torch.bfloat16)
+    for name, x in got.items():
+        assert x.isfinite().all(), name
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["none", "mild", "wide"])
 @pytest.mark.parametrize(
     "shape", [(2, 1024, 4, 4, 128, 128), (2, 1000, 1, 8, 128, 64), (2, 333, 2, 2, 96, 80), (1, 4096, 2, 2, 64, 64)]
@@ -169,7 +231,11 @@ def test_linear_attention_in_bf16(shape, gate):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
 def test_tensors_of_more_than_two_to_the_31_elements(op):
-    """The last head of 72, whose offsets pass 2^31, is what it is alone."""
+    """The last head of 72, whose offsets pass 2^31, is what it is alone. Run it with `pytest -n 0 -m gpu -k 31_elements`."""
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("takes the memory of its neighbours: run it with -n 0")
+    if torch.cuda.mem_get_info()[0] < MEMORY:
+        pytest.skip(f"needs {MEMORY // 2**30} GiB of free memory")
     T, H = 2**18 + 100, 72
     make = functools.partial(torch.randn, 1, T, H, 128, device=DEVICE, dtype=torch.bfloat16)
     inputs = {"q": make(), "k": make() * 128**-0.5, "v": make(), "g": -0.1 * torch.rand(1, T, H, device=DEVICE)}

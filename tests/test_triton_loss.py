@@ -26,10 +26,11 @@ def agree(got, want, limit):
         assert relative_error(got[name].double(), want[name]) < limit, name
 
 
-@pytest.fixture
-def short_chunks(monkeypatch):
-    monkeypatch.setattr(triton_loss, "chunk_length", lambda N, V: min(N, 16))
-    options = {"cross_entropy": {"BLOCK": 64, "num_warps": 4, "num_stages": 1}}
+@pytest.fixture(params=[0, 1, 5])
+def short_chunks(monkeypatch, request):
+    """Chunks of 16 tokens, blocks of 64 of the vocabulary, of which none, one or all stay in registers."""
+    monkeypatch.setattr(triton_loss, "chunk_length", lambda N, row, memory: min(N, 16))
+    options = {"cross_entropy": {"BLOCK": 64, "KEPT": request.param, "num_warps": 4, "num_stages": 1}}
     monkeypatch.setattr(triton_loss, "LAUNCH", dict.fromkeys(triton_loss.LAUNCH, options))
 
 
@@ -78,11 +79,28 @@ def test_without_gradients_none_are_computed(monkeypatch):
         assert relative_error(triton_loss.linear_cross_entropy(x, weight, labels), eager.linear_cross_entropy(*inputs)) < 1e-5
 
 
-def test_chunks_fill_the_buffer_and_no_more():
-    assert triton_loss.chunk_length(32768, 50304) == 8192
-    assert triton_loss.chunk_length(100, 50304) == 100
-    assert triton_loss.chunk_length(10**6, 10**7) == 1024
-    assert 2 * triton_loss.chunk_length(10**6, 151936) * 151936 <= 2 * triton_loss.BUFFER
+def test_chunks_are_equal_and_fit():
+    assert triton_loss.chunk_length(32768, 2 * 50304, 2**32) == 32768
+    assert triton_loss.chunk_length(32768, 2 * 50304, 2**31) == 16384
+    assert triton_loss.chunk_length(65537, 2 * 50304, 2**32) == 33024
+    assert triton_loss.chunk_length(100, 2 * 50304, 2**30) == 100
+    assert triton_loss.chunk_length(10**6, 2 * 10**7, 2**30) == 1024
+    for N in (1, 255, 4097, 20000, 10**6):
+        for memory in (2**27, 2**30, 2**32):
+            assert triton_loss.chunk_length(N, 2 * 50304, memory) * 2 * 50304 <= max(memory, 1024 * 2 * 50304)
+
+
+def test_logits_far_apart(short_chunks):
+    """A thread's largest logit may lie hundreds below the row's: what it kept is scaled down to 0, not to NaN."""
+    x, weight = torch.ones(3, 1, device=DEVICE), torch.randn(150, 1, device=DEVICE)
+    weight[:70] -= 400
+    weight[140:] += 300
+    inputs = x, weight, torch.tensor([0, 145, -1], device=DEVICE)
+    agree(
+        results(triton_loss.linear_cross_entropy, torch.float32, inputs, torch.tensor(1.0)),
+        results(reference.linear_cross_entropy, torch.float64, inputs, torch.tensor(1.0)),
+        1e-5,
+    )
 
 
 def test_outputs_are_written_everywhere(monkeypatch, short_chunks):

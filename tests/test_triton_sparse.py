@@ -81,6 +81,28 @@ def test_top_k_is_exact(scores):
         assert torch.equal(triton_selection.select_top_k(x, distance.clamp(min=-1)[None], top_k, local), want), (T, S, top_k)
 
 
+@pytest.mark.parametrize("block", [32, 64, 4096])
+@pytest.mark.parametrize("scores", ["equal", "ties", "normal"])
+def test_the_list_of_a_row_is_exact(scores, block, monkeypatch):
+    """Rows of 1 to 1,100 keys, more and fewer than a block, than top_k, than 16 blocks; rows where all scores are the same."""
+    monkeypatch.setattr(triton_selection, "choose_options", lambda *_: {"num_warps": 4, "num_stages": 1, "BLOCK": block})
+    length = torch.tensor([0, 1, 6, 7, 31, 200, 511, 512, 513, 1099], device=DEVICE, dtype=torch.int32)
+    B, S, W = len(length), 1100, 1280
+    x = torch.randn(B, S, device=DEVICE)
+    x = {"equal": 0 * x, "ties": x.round(), "normal": x}[scores] + 0.0  # -0 and 0 are the same score
+    distance = length[:, None] - torch.arange(S, device=DEVICE)
+    for top_k, local in ((7, 3), (40, 0), (600, 5)):
+        want = eager.select_top_k(x[:, None], distance.clamp(min=-1)[:, None], top_k, local)[:, 0]
+        bits = x.view(torch.int32)
+        keys = torch.where(distance < local, triton_selection.LOCAL.value, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        keys = torch.where(distance < 0, triton_selection.UNSEEN.value, keys)
+        keys = torch.nn.functional.pad(keys, (0, W - S), value=triton_selection.UNSEEN.value)
+        maxima, tops = (keys.unflatten(-1, (-1, n)).amax(-1) for n in (16, 256))
+        index, count = triton_selection.chosen_keys(keys, maxima, tops, length, S, top_k)
+        for b in range(B):
+            assert index[b, : count[b]].tolist() == want[b].nonzero()[:, 0].tolist(), (top_k, b)
+
+
 def test_indexer_scores():
     q, k, w = index_inputs(2, 20, d=12)
     got = triton_selection.indexer_scores(q, torch.cat([k, k], 1), w)
@@ -124,15 +146,19 @@ def test_selected_attention():
     assert all(relative_error(a.double(), b) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("T, lengths", [(1, [7, 0]), (1, [40, 47]), (3, [20, 1])])
-def test_sparse_attention_step(T, lengths):
+@pytest.mark.parametrize("T, S, top_k, lengths", [
+    (1, 48, 6, [7, 0]), (1, 48, 6, [40, 47]), (3, 48, 6, [20, 1]), (1, 601, 90, [600, 89]), (1, 520, 300, [255, 256]),
+    (1, 270, 1000, [269, 3]),
+])  # fmt: skip
+def test_sparse_attention_step(T, S, top_k, lengths):
+    """Rows of unlike lengths, equal scores, lists of several slices, blocks of 256 keys just full, as many as all keys."""
     k_cache, v_cache, index_cache, length = (
-        *(torch.randn(2, 48, 2, 20, device=DEVICE) for _ in range(2)),
-        whole(2, 48, 16),
+        *(torch.randn(2, S, 2, 20, device=DEVICE) for _ in range(2)),
+        whole(2, S, 16),
         torch.tensor(lengths, device=DEVICE, dtype=torch.int32),
     )
     (q, k, v), index, results = qkv(2, T, V=20), index_inputs(2, T), []
-    options = {"length": length, "longest": max(lengths) + T, "top_k": 6, "local": 2}
+    options = {"length": length, "longest": max(lengths) + T, "top_k": top_k, "local": 2}
     for module in (eager, triton_sparse):
         caches = dict(k_cache=k_cache.clone(), v_cache=v_cache.clone(), index_cache=index_cache.clone())
         results.append((module.sparse_attention_step(q, k, v, *index, **caches, **options), *caches.values()))
