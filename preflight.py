@@ -41,6 +41,7 @@ CHANGEABLE = {
     "context_parallel",
     "activation_checkpointing",
     "cuda_graph",
+    "backend",
     "deterministic",
     "dataset",  # where it lies; that it holds the same tokens is checked
     "device",
@@ -91,6 +92,8 @@ def plan(argv, ranks, description):
     device, dtype = attempt(resolve_device, config, ranks.local if ranks.world > 1 else None) or (torch.device("cpu"), "float32")
     if config.cuda_graph and device.type != "cuda":
         problems.append(f"cuda_graph=True needs a CUDA device, device is {device.type!r}")
+    if config.backend == "triton" and device.type != "cuda":
+        problems.append(f"backend='triton' needs a CUDA device, device is {device.type!r}: 'eager' is what runs here")
     ranks.first(prepare_builtin, config.dataset)
     dataset = attempt(Dataset.open, config.dataset)
     if not config.eval_only:

@@ -562,6 +562,11 @@ def main(argv):
 
 def train(plan, argv, ranks):
     """Train, and end with the command that continues, whatever the end is."""
+    with contextlib.nullcontext() if plan.config.backend == "auto" else kernels.use_backend(plan.config.backend):
+        _train(plan, argv, ranks)
+
+
+def _train(plan, argv, ranks):
     trainer = Trainer(plan, argv, ranks)
     if plan.config.eval_only:
         scores = trainer.evaluate()

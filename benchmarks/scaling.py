@@ -29,6 +29,7 @@ from data.tokenizer import Tokenizer
 from data.tokens import write_tokens
 from model import format_bytes
 
+RATE = 1e-4  # at train.py's 2e-3 a rounding error grows: two GPUs were 4e-2 nats from one after 20 steps, 2e-3 after 5
 PIECE = 5  # steps timed as one: within them the host runs ahead of the GPU, as it does in a run
 
 
@@ -86,7 +87,7 @@ def scaling(config, ranks, jobs):
     settings = {name: getattr(config, name) for name in ("seed", "context_parallel", "activation_checkpointing")}
     settings |= {name: value for name in ("parallel", "device") if (value := getattr(config, name)) is not None}
     settings |= {"dataset": folder, "out_dir": folder / "run", "overwrite": True, "gradient_accumulation_steps": micro}
-    settings |= {"max_iters": steps, "warmup_iters": 10, "lr_decay_iters": max(10, steps)}
+    settings |= {"max_iters": steps, "learning_rate": RATE, "warmup_iters": 10, "lr_decay_iters": max(10, steps)}
     flags, rows, content = [f"--{name}={value}" for name, value in settings.items()], [], None
     try:
         ranks.first(write_tokens_of, folder, min(tokens, 2**23), longest)
@@ -106,7 +107,7 @@ def scaling(config, ranks, jobs):
 
 
 def measure(argv, config, ranks):
-    """One model: the losses of its first steps, then the median time of a step over pieces of `PIECE`, memory of each process."""
+    """One model: the losses of its first steps and the norm of the first gradient, then the median time of a step over pieces of `PIECE`, memory of each process."""
     began = time.perf_counter()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         plan = preflight.plan(argv, ranks, "")
@@ -114,7 +115,7 @@ def measure(argv, config, ranks):
     device, losses, on_gpu = plan.device, [], plan.device.type == "cuda"
     trainer.signals.restore()  # one ends this at once
     trainer.model.train()
-    trainer.do_step()
+    norm = trainer.do_step()["grad_norm"].item()
     losses.append(loss_of(trainer))
     first = time.perf_counter() - began
     for _ in range(config.losses):
@@ -144,6 +145,7 @@ def measure(argv, config, ranks):
         "mfu": None if trainer.peak is None else rate * trainer.flops / (trainer.peak * ranks.world),
         "peak_bytes": memory,
         "losses": losses,
+        "gradient_norm": norm,
     }
     trainer.close()
     return row
@@ -157,18 +159,23 @@ def loss_of(trainer):
 
 
 def beside(row, single):
-    """Scaling efficiency, and how far the losses of the first steps are from one process's if its steps are as large."""
+    """Scaling efficiency, and how far the losses of the first steps are from one process's if its steps are as large.
+
+    AdamW hides a gradient of the wrong size from the losses: its norm in the first step, where the weights are the same, does not.
+    """
     if single is None:
         return {}
     facts = {"efficiency": row["tokens_per_s"] / (row["processes"] * single["tokens_per_s"])}
     if single["tokens_per_step"] == row["tokens_per_step"]:
         pairs = zip(row["losses"], single["losses"], strict=False)
         facts["loss_difference"] = max(abs(a - b) for a, b in pairs)
+        if "gradient_norm" in single:  # an older file has none
+            facts["gradient_difference"] = abs(row["gradient_norm"] / single["gradient_norm"] - 1)
     return facts
 
 
 HEAD = ["model", "T", "processes", "tokens/step", "ms", "tokens/s", "per process", "MFU", "memory", "first step, s", "loss",
-        "efficiency", "loss differs"]  # fmt: skip
+        "efficiency", "loss differs", "first gradient"]  # fmt: skip
 
 
 def _cells(row):
@@ -180,4 +187,4 @@ def _cells(row):
     cells.append("" if row["peak_bytes"][0] is None else format_bytes(max(row["peak_bytes"])))
     cells += [f"{row['first_step_s']:.1f}", f"{row['losses'][-1]:.4f}"]
     cells.append(f"{row['efficiency']:.1%}" if "efficiency" in row else "")
-    return [*cells, f"{row['loss_difference']:.1e}" if "loss_difference" in row else ""]
+    return cells + [f"{row[name]:.1e}" if name in row else "" for name in ("loss_difference", "gradient_difference")]

@@ -39,12 +39,13 @@ first=$!
 (CUDA_VISIBLE_DEVICES=1 part one-1b 150 $launch --nproc_per_node=1 bench.py train $A1B --out_dir=$OUT/1b
  CUDA_VISIBLE_DEVICES=1 part one-long 110 $launch --nproc_per_node=1 bench.py train "$MCP" --block_size=${LONG%,*} $ACP --out_dir=$OUT/long) &
 wait $first $!
-# (a), (b) two GPUs, the same global batch: speed, and the largest difference of 51 losses
-part two-124m-ddp 120 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --single=$OUT/124m/train-1.json --out_dir=$OUT/124m ||
-part two-124m-ddp-eager 60 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --compile=false --single=$OUT/124m/train-1.json --out_dir=$OUT/124m
+# (b) two GPUs, the same global batch: speed, and the largest difference of 51 losses
 part two-1b-fsdp 90 $launch --nproc_per_node=2 bench.py train $A1B --parallel=fsdp --single=$OUT/1b/train-1.json --out_dir=$OUT/1b
 # (d) rows of 32k and 256k shared by two GPUs
 part two-long 110 $launch --nproc_per_node=2 bench.py train "$MCP" --block_size=$LONG $ACP --context_parallel=2 --single=$OUT/long/train-1.json --out_dir=$OUT/long
+# (a) last: it compiles once more, as DDP cuts the graph where its buckets of gradients end
+part two-124m-ddp 120 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --single=$OUT/124m/train-1.json --out_dir=$OUT/124m ||
+part two-124m-ddp-eager 60 $launch --nproc_per_node=2 bench.py train "$M124" $A124 --parallel=ddp --compile=false --single=$OUT/124m/train-1.json --out_dir=$OUT/124m
 case "$PARTS" in *resume*) ;; *) say done; tail -45 $OUT/scaling.txt | cut -c1-230; exit ;; esac
 # (c) saved at two (FSDP2), continued at one and at two, beside a run that was never stopped
 $PY - $W <<'PY'

@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
 # From a trained attention model to sparse attention and to a hybrid: `bash benchmarks/stages.sh`; with DRY=1 tiny ones on a CPU.
 #
-# A dense model and, beside it, two hybrids from scratch; then side by side the dense one trained on, the indexer's warm-up and the
-# sparse phase, and the conversion by distillation. Every part has its own limit (what it reached by then is saved and used), the
-# whole ends after LIMIT seconds; what is known is in $OUT/stages.txt at once. Expected on one H200: 420 s.
-LIMIT=${LIMIT:-420}; PY=${PY:-python}; OUT=${OUT:-out/stages}; W=${W:-$OUT/runs}; DATA=${DATA:-data/english_needles}; mkdir -p $OUT $W
+# A dense model; then side by side the dense one trained on, the indexer's warm-up and the sparse phase, the conversion by distillation
+# and hybrids from scratch. With two GPUs visible the second one takes the hybrids, and that from scratch begins at once. Every part
+# has its own limit (what it reached by then is saved and used), the whole ends after LIMIT seconds: 520 on one GPU, 400 on two. What
+# is known is in $OUT/stages.txt at once. Nothing else should use the GPUs. Nothing is compiled: a step of 32k tokens keeps a GPU busy
+# as it is, two compilations take longer than the steps that they save, and a run cannot stop before a compilation ends.
+CARDS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null | paste -sd,)}
+FIRST=${CARDS%%,*} SECOND=${CARDS#*,} SECOND=${SECOND%%,*}  # the same one where there is one, or none
+if [ "$FIRST" = "$SECOND" ]; then LIMIT=${LIMIT:-520}; else LIMIT=${LIMIT:-400}; fi
+on() { if [ -n "$1" ]; then export CUDA_VISIBLE_DEVICES=$1; fi; }
+on $FIRST
+PY=${PY:-python}; OUT=${OUT:-out/stages}; W=${W:-$OUT/runs}; DATA=${DATA:-data/english_needles}; mkdir -p $OUT $W
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} HF_HUB_OFFLINE=1
 HYBRID="--layers=gdn gdn gdn attn"
 if [ -z "$DRY" ]; then
-  DENSE=${DENSE:-1200} WARM=${WARM:-600} SPARSE=${SPARSE:-600} DISTILL=${DISTILL:-160} AFTER=${AFTER:-320}  # steps
+  DENSE=${DENSE:-1200} WARM=${WARM:-600} SPARSE=${SPARSE:-400} DISTILL=${DISTILL:-160} AFTER=${AFTER:-320}  # steps
   INDEX="top_k=256, index_heads=8, index_dim=32" SIZE= SMALL="--batch_size=4 --eval_iters=70" EVERY=80 AT= NEEDLES=
 else
   DENSE=8 WARM=8 SPARSE=4 DISTILL=4 AFTER=4 INDEX="top_k=16, local=4, index_heads=2, index_dim=8" SMALL="--batch_size=1 --eval_iters=2" EVERY=2
@@ -22,50 +29,48 @@ part() {  # NAME SECONDS COMMAND...: within its own limit and the script's; at t
   local name=$1 limit=$(($2 * ${SLOW:-1})) left=$((LIMIT - SECONDS - ${KEEP:-0})) began=$SECONDS; shift 2
   if [ $left -lt 15 ]; then say "$name: no time left"; return 124; fi
   [ $limit -gt $left ] && limit=$left
-  timeout -k 15 $limit "$@" > $W/$name.log 2>&1; local rc=$?
+  timeout -k 30 $limit "$@" > $W/$name.log 2>&1; local rc=$?
   sed "s/^/$name: /" $W/$name.log | cut -c1-300 | tail -60 >> $OUT/logs.txt
   say "$name: rc $rc after $((SECONDS - began)) s"
   tr '\r' '\n' < $W/$name.log | grep '^step .*validation\|indexers:\|^error\|Error' | tail -2 | cut -c1-300 | tee -a $OUT/stages.txt
   tr '\r' '\n' < $W/$name.log | grep 'tok/s' | tail -1 | cut -c1-200 >> $OUT/stages.txt
   return $rc
 }
-learn() {  # NAME SECONDS FLAGS...: a run, which leaves time for scores and table; once more without the compiler if that was the trouble
-  local name=$1 limit=$2; shift 2
-  local KEEP=${DRY:-110} run="$PY train.py configurator/recipes/sparse.py --dataset=$DATA $SIZE --out_dir=$W/$name --overwrite"
-  part $name $limit $run "$@"; local rc=$?
-  [ $rc -eq 0 ] || [ $rc -eq 124 ] || [ -n "$DRY" ] || [[ "$*" == *--compile=false* ]] || part $name $limit $run "$@" --compile=false
+learn() {  # NAME SECONDS FLAGS...: a run that leaves KEEP seconds for what comes after it
+  local name=$1 limit=$2 KEEP=${KEEP:-${DRY:-110}}; shift 2
+  part $name $limit $PY train.py configurator/recipes/sparse.py --dataset=$DATA $SIZE --compile=false --out_dir=$W/$name --overwrite "$@"
 }
-needle() { part needle-$1 90 $PY eval.py $W/$1 --tasks=needle_single $NEEDLES && grep '|needle_single\||acc' $W/needle-$1.log >> $OUT/stages.txt; }
+needle() { KEEP=${DRY:-50} part needle-$1 90 $PY eval.py $W/$1 --tasks=needle_single $NEEDLES && grep '|needle_single\||acc' $W/needle-$1.log >> $OUT/stages.txt; }
 
 if [ ! -f $DATA/meta.json ]; then
   part data 60 $PY data/english/prepare.py --needles=0.1 --out=$DATA || exit 1
 fi
-say "start: $DATA"
+say "start: $DATA, GPUs ${CARDS:-none}, $LIMIT s"
 ON="--learning_rate=3e-4"  # of what goes on from a trained model, whose rate ended at half of that
-learn scratch 330 "$HYBRID" --max_iters=$DENSE & hybrid=$!
-learn short 200 "$HYBRID" $SMALL --max_iters=$((DISTILL + AFTER)) --eval_interval=$EVERY & short=$!
-learn dense 170 --max_iters=$DENSE
+FAST="$SMALL --learning_rate=1e-3 --eval_interval=$EVERY"
+scratch() { KEEP=${DRY:-60} learn scratch 330 "$HYBRID" --max_iters=$DENSE; }
 
-# side by side, all from the dense model; short runs are over before a compiler would be
-(learn continued 200 --init_from=$W/dense $ON --max_iters=$SPARSE
- $PY -c "import lm_eval" 2> /dev/null && needle dense) & dense=$!
-(learn warm 100 --init_from=$W/dense "$ALL" --indexer=only $SMALL --learning_rate=${RATE:-5e-3} --max_iters=$WARM --eval_interval=300 --compile=false
+if [ "$FIRST" != "$SECOND" ]; then (on $SECOND; scratch) & fi
+learn dense 220 --max_iters=$DENSE
+
+# side by side, all from the dense model
+(learn continued 150 --init_from=$W/dense $ON --max_iters=$SPARSE
+ if [ "$FIRST" = "$SECOND" ]; then scratch; fi) &
+(learn warm 100 --init_from=$W/dense "$ALL" --indexer=only $SMALL --learning_rate=${RATE:-5e-3} --max_iters=$WARM --eval_interval=300
  # selections that nothing was trained for: one step of no size, so that there is a checkpoint to score
  for start in warm:unadapted dense:random; do
-   learn ${start#*:} 60 --init_from=$W/${start%:*} "$SELECT" --max_iters=1 --warmup_iters=0 --learning_rate=1e-12 --compile=false
+   KEEP=${DRY:-70} learn ${start#*:} 60 --init_from=$W/${start%:*} "$SELECT" --max_iters=1 --warmup_iters=0 --learning_rate=1e-12
  done & untrained=$!
  learn sparse 240 --init_from=$W/warm "$SELECT" --indexer=joint $ON --max_iters=$SPARSE
- wait $untrained) & sparse=$!
-(learn distilled 60 --init_from=$W/dense "$HYBRID" --distill=$W/dense $SMALL --learning_rate=1e-3 --max_iters=$DISTILL --eval_interval=$EVERY --compile=false
- learn converted 90 --init_from=$W/distilled "$HYBRID" $SMALL --learning_rate=1e-3 --max_iters=$AFTER --eval_interval=$EVERY
- learn swapped 120 --init_from=$W/dense "$HYBRID" $SMALL --learning_rate=1e-3 --max_iters=$((DISTILL + AFTER)) --eval_interval=$EVERY) & convert=$!
-wait $dense $convert $sparse
-if $PY -c "import lm_eval" 2> /dev/null; then
-  needle unadapted & other=$!
-  needle sparse; wait $other
-else
-  say "needles: not scored, lm-eval is not installed"
-fi
-wait $hybrid $short
+ wait $untrained
+ needle unadapted & other=$!
+ needle sparse; wait $other) &
+(on $SECOND
+ learn distilled 60 --init_from=$W/dense "$HYBRID" --distill=$W/dense $FAST --max_iters=$DISTILL
+ learn converted 90 --init_from=$W/distilled "$HYBRID" $FAST --max_iters=$AFTER
+ learn swapped 90 --init_from=$W/dense "$HYBRID" $FAST --max_iters=$((DISTILL + AFTER))
+ learn short 90 "$HYBRID" $SMALL --max_iters=$((DISTILL + AFTER)) --eval_interval=$EVERY
+ needle dense) &
+wait
 part table 90 $PY -m benchmarks.stages $W --out_dir=$OUT $AT; cat $W/table.log | tee -a $OUT/stages.txt
 say done

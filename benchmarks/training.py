@@ -2,7 +2,8 @@
 
 A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device. On GPUs
 each model and length has a process of its own: several a GPU compile side by side and take the first step, then wait and are
-measured one at a time, with nothing else running on their GPU. What is known is printed and written at once. Ours are named by
+measured one at a time, with nothing else running on their GPU. Where time is short, `--patience` measures what is ready before all
+are, and `--limit` leaves out what is not. What is known is printed and written at once. Ours are named by
 recipes or layer patterns; nanoGPT's is the model.py in the folder `--nanogpt`. Under torchrun ours alone are measured, on all its
 processes: see scaling.py.
 """
@@ -13,6 +14,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 import threading
@@ -54,7 +56,7 @@ SIZES = {  # of a layer pattern, and of the peers
 }
 NANOGPT, FLA = "nanogpt", "fla"
 PRINTED = 8  # kernels of a profile; the file has more
-ALONE = ("nanogpt", "fla", "devices", "processes", "patience", "cold", "profile", "plot")  # settings without torchrun
+ALONE = ("nanogpt", "fla", "devices", "processes", "patience", "limit", "cold", "profile", "plot")  # settings without torchrun
 SEVERAL = (
     "parallel",
     "context_parallel",
@@ -83,7 +85,10 @@ class TrainBenchConfig(BenchConfig):
     fla: bool = Field(True, description="measure flash-linear-attention's GatedDeltaNet too, if it can be imported")
     devices: str | None = Field(None, min_length=1, description="share the work: cuda:0,cuda:1; none: device, or else every GPU")
     processes: int = Field(4, ge=1, description="models that compile side by side on each GPU")
-    patience: float | None = Field(None, gt=0, description="seconds until models that have not taken a first step are left out")
+    patience: float | None = Field(
+        None, gt=0, description="seconds until models are measured as they get ready, the others held up meanwhile; none: when all are"
+    )
+    limit: float | None = Field(None, gt=0, description="seconds until models that have not taken a first step are left out")
     cold: Literal["all", "first", "none"] = Field(
         "all", description="compile from nothing, for the time to the first step: each, those of the first length, or none"
     )
@@ -105,6 +110,9 @@ class TrainBenchConfig(BenchConfig):
         yield from list_problems(self, "block_size", whole_number)
         if self.nanogpt and not (Path(self.nanogpt) / "model.py").is_file():
             yield {"nanogpt"}, f"nanogpt={self.nanogpt}: there is no model.py in this folder"
+        if self.patience and self.limit and self.patience >= self.limit:
+            problem = f"patience={self.patience:g} has no effect beside limit={self.limit:g}: less than that, or leave it out"
+            yield {"patience", "limit"}, problem
         if self.device and self.devices:
             yield {"device", "devices"}, f"device={self.device} has no effect beside devices={self.devices}: leave it out"
 
@@ -280,11 +288,26 @@ def serve(pipe, job):
         pipe.send(figures if failure is None else {"error": failure["error"]})
 
 
-def on_device(jobs, processes, patience, known):
-    """Do one GPU's jobs: `known(job, figures)` is told of the first steps, taken side by side, then of each row, measured alone."""
-    spawn, busy, ready = multiprocessing.get_context("spawn"), {}, []
+def on_device(jobs, processes, patience, limit, known):
+    """Do one GPU's jobs: `known(job, figures)` is told of the first steps, taken side by side, then of each row, measured alone.
+
+    Rows are measured when all have taken their first step; after `patience` seconds as they are ready, the other processes stopped
+    meanwhile. What has taken none after `limit` seconds is left out. Either may be None.
+    """
+    spawn, busy, ready, children = multiprocessing.get_context("spawn"), {}, [], []
     waiting = sorted(reversed(jobs), key=lambda job: job.item == FLA)  # the last is the next; fla tunes too, so begin with it
-    ends = math.inf if patience is None else time.monotonic() + patience
+    began = time.monotonic()
+
+    def left(seconds):
+        return math.inf if seconds is None else began + seconds - time.monotonic()
+
+    def start(job):
+        mine, theirs = spawn.Pipe()
+        child = spawn.Process(target=serve, args=(theirs, job))
+        child.start()
+        theirs.close()
+        children.append(child)
+        busy[mine] = job, child
 
     def receive(pipe, job):
         try:
@@ -294,45 +317,55 @@ def on_device(jobs, processes, patience, known):
         known(job, {name: value for name, value in figures.items() if name != "again"})
         return "error" not in figures or "again" in figures
 
-    children = []
+    def tell_others(name):
+        for _, child in busy.values():
+            if child.is_alive():
+                os.kill(child.pid, getattr(signal, name))  # not on Windows
+
+    def measure_first():
+        """Of those that are ready."""
+        ready.sort(key=lambda entry: entry[0])
+        i, pipe, child = ready.pop(0)
+        tell_others("SIGSTOP")
+        with contextlib.suppress(OSError):
+            pipe.send(True)
+        receive(pipe, jobs[i])
+        child.kill()  # which is the quickest way to give its memory back
+        child.join()
+        tell_others("SIGCONT")
+
     try:
-        while waiting or busy:
+        while waiting or busy or ready:
             while waiting and len(busy) < processes:
-                mine, theirs = spawn.Pipe()
-                child = spawn.Process(target=serve, args=(theirs, job := waiting.pop()))
-                child.start()
-                theirs.close()
-                children.append(child)
-                busy[mine] = job, child
-            for pipe in wait(list(busy), None if patience is None else max(0.0, ends - time.monotonic())):
+                start(waiting.pop())
+            if ready and (not busy or left(patience) <= 0):
+                measure_first()
+                continue
+            until = min(left(limit), left(patience) if left(patience) > 0 else math.inf)
+            for pipe in wait(list(busy), None if until == math.inf else max(0.0, until)):
                 job, child = busy.pop(pipe)
                 if receive(pipe, job):
                     ready.append((jobs.index(job), pipe, child))
-            if time.monotonic() > ends:
+            if left(limit) <= 0:
                 for job in [*waiting, *(job for job, _ in busy.values())]:
-                    known(job, {"error": f"no first step within patience={patience:g} s"})
+                    known(job, {"error": f"no first step within limit={limit:g} s"})
                 for _, child in busy.values():
                     child.kill()
-                break
-        for i, pipe, child in sorted(ready, key=lambda entry: entry[0]):
-            with contextlib.suppress(OSError):
-                pipe.send(True)
-            receive(pipe, jobs[i])
-            child.kill()  # which is the quickest way to give its memory back
-            child.join()
+                waiting.clear()
+                busy.clear()
     finally:
         for child in children:
             child.kill()
 
 
-def side_by_side(jobs, devices, processes, patience, known):
+def side_by_side(jobs, devices, processes, patience, limit, known):
     """Jobs in order, an equal share to each device: those of one length mostly meet on one GPU."""
     share = math.ceil(len(jobs) / len(devices))
     parts = [[job._replace(device=str(device)) for job in jobs[i * share : (i + 1) * share]] for i, device in enumerate(devices)]
     threads = str(max(1, (os.cpu_count() or 1) // (processes * len(devices))))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)  # which by default takes all cores, each time
     with ThreadPoolExecutor(len(devices)) as pool:
-        for done in [pool.submit(on_device, part, processes, patience, known) for part in parts if part]:
+        for done in [pool.submit(on_device, part, processes, patience, limit, known) for part in parts if part]:
             done.result()
 
 
@@ -396,7 +429,7 @@ def _training(config, ranks):
     else:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             jobs = [with_cache(job, config.cold, lengths[0], folder) for job in jobs]
-            side_by_side(jobs, devices, config.processes, config.patience, known)
+            side_by_side(jobs, devices, config.processes, config.patience, config.limit, known)
     rows = list(table.values())
     head = ["model", "T", "batch", "parameters", "ms", "tokens/s", "MFU", "memory", "first step, s"]
     print_table(head, [_cells(row) for row in rows])

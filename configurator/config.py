@@ -162,6 +162,9 @@ class TrainConfig(ModelConfig):
         None, description="compute type; none: bfloat16 on CUDA (float16 on cards without it), else float32"
     )
     compile: bool | None = Field(None, description="torch.compile the model; none: where it pays")
+    backend: Literal["auto", "triton", "eager", "reference"] = Field(
+        "auto", description="what runs the operators, to tell kernels from everything else; auto: the fastest there is here"
+    )
     deterministic: bool = Field(False, description="the same bits again on the same GPU, slower; a CPU gives them anyway")
     cuda_graph: bool = Field(False, description="replay the whole step as one CUDA graph (static shapes, one GPU)")
     wandb_log: bool = Field(False, description="log to Weights & Biases as well")

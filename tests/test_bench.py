@@ -343,14 +343,32 @@ def test_what_had_no_memory_beside_others_is_tried_again_alone(monkeypatch):
 def test_a_process_that_ends_is_a_line_of_the_table(monkeypatch):
     known = []
     broken = job(cache="\0")  # no such name for a folder
-    training.on_device([broken], 1, None, lambda job, figures: known.append(figures))
+    training.on_device([broken], 1, None, None, lambda job, figures: known.append(figures))
     assert known == [{"error": "its process ended"}]
 
 
 def test_what_takes_no_first_step_in_time_is_left_out():
     known = {}
-    training.on_device([job(T=8), job(T=16)], 1, 0.1, lambda job, figures: known.update({job.T: figures["error"]}))
-    assert known == dict.fromkeys((8, 16), "no first step within patience=0.1 s")
+    training.on_device([job(T=8), job(T=16)], 1, None, 0.1, lambda job, figures: known.update({job.T: figures["error"]}))
+    assert known == dict.fromkeys((8, 16), "no first step within limit=0.1 s")
+
+
+def test_what_is_ready_is_measured_before_the_rest(tmp_path):
+    """One model takes no first step until the other is measured, and is stopped meanwhile."""
+    measured, events, states = tmp_path / "measured", [], []
+    until = f"import pathlib, time\nwhile not pathlib.Path({str(measured)!r}).exists():\n    time.sleep(0.05)\n"
+    (tmp_path / "model.py").write_text(until + NANOGPT)
+
+    def known(job, figures):
+        events.append((job.item, next(iter(figures))))
+        if "ms" in figures:
+            measured.touch()
+            pids = [child.pid for child in multiprocessing.active_children()]
+            states.append([Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids])
+
+    training.on_device([job(item="nanogpt", nanogpt=tmp_path), job()], 2, 0.1, None, known)
+    assert events == [(item, what) for item in ("gdn", "nanogpt") for what in ("first_step_s", "ms")]
+    assert "T" in states[0] and "T" not in states[1]
 
 
 def test_caches_of_cold_starts():
@@ -366,7 +384,7 @@ def test_an_equal_share_for_each_device(monkeypatch):
     done = []
     monkeypatch.setattr(training, "on_device", lambda jobs, *rest: done.append(jobs))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    training.side_by_side([job(T=T) for T in (1, 2, 3, 4, 5)], ["cuda:0", "cuda:1"], 2, None, None)
+    training.side_by_side([job(T=T) for T in (1, 2, 3, 4, 5)], ["cuda:0", "cuda:1"], 2, None, None, None)
     done.sort(key=lambda part: part[0].T)
     assert [[(j.T, j.device) for j in part] for part in done] == [
         [(1, "cuda:0"), (2, "cuda:0"), (3, "cuda:0")], [(4, "cuda:1"), (5, "cuda:1")],

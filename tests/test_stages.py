@@ -53,6 +53,29 @@ def test_no_runs_no_table(tmp_path):
         stages.main([])
 
 
+@pytest.mark.parametrize(("cards", "second"), [("3", "3"), ("3,5", "5"), ("", "")])
+def test_which_gpu_takes_what(tmp_path, root, cards, second):
+    """A stand-in for Python writes down what it is asked for: one GPU has it all, a second one the hybrids."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES: $*" >> "$ASKED"\n')
+    python.chmod(0o755)
+    (tmp_path / "meta.json").touch()
+    where = {"OUT": str(tmp_path), "DATA": str(tmp_path), "PY": str(python), "CUDA_VISIBLE_DEVICES": cards, "ASKED": str(tmp_path / "asked")}
+    script = ["bash", str(root / "benchmarks" / "stages.sh")]
+    subprocess.run(script, cwd=root, env={**os.environ, **where}, check=True, timeout=60, capture_output=True)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    runs = {line.split("--out_dir=")[1].split()[0].rpartition("/")[2]: line for line in lines if " train.py " in line}
+    first, hybrids = cards[:1], {"scratch", "distilled", "converted", "swapped", "short"}
+    assert set(runs) == set(stages.WHAT)
+    assert {name for name, line in runs.items() if line.startswith(f"{first}: ")} == set(stages.WHAT) - (hybrids if second != first else set())
+    assert all(runs[name].startswith(f"{second}: ") for name in hybrids)
+    order = list(runs)
+    assert order.index("scratch") > order.index("continued") if second == first else set(order[:2]) == {"dense", "scratch"}
+    assert lines[-1].startswith(f"{first}: -m benchmarks.stages") and sum(" eval.py " in line for line in lines) == 3
+    limit = 400 if second != first else 520
+    assert f"{limit} s" in (tmp_path / "stages.txt").read_text().splitlines()[0]
+
+
 @pytest.mark.slow
 def test_the_whole_chain(tmp_path, root):
     """Every command of benchmarks/stages.sh runs, and each run is in the table, the conclusions and the picture."""

@@ -14,6 +14,7 @@ import torch
 from tiny import TINY, curve, fails, flags, metrics, prepare, prepare_tiny, runner, same, weights, words
 
 import checkpoint
+import kernels
 import monitor
 import optim
 import preflight
@@ -119,6 +120,15 @@ def test_init_from_takes_the_weights(run):
     second = run("--max_iters=1", "--learning_rate=1e-12", f"--init_from={first}", "--weight_decay=0", name="second")
     for n, x in weights(first).items():
         assert torch.allclose(x, weights(second)[n], atol=1e-9), n
+
+
+def test_backend_runs_the_operators(run, capsys):
+    plain = curve(run("--max_iters=3", name="plain"))
+    capsys.readouterr()
+    defined = curve(run("--max_iters=3", "--backend=reference", name="defined"))
+    assert re.search(r"\d  gdn +reference ", capsys.readouterr().out)
+    assert kernels.backend_of("delta_rule", "cpu") == "eager"  # it was for that run only
+    assert defined == pytest.approx(plain, rel=1e-4)
 
 
 def test_eval_only(run, capsys):
@@ -335,6 +345,7 @@ def test_the_activation_estimate_counts_what_autograd_keeps():
 
 
 @pytest.mark.parametrize("flag, says", [("--parallel=fsdp", "no effect in one process"), ("--cuda_graph", "needs a CUDA device"),
+                                        ("--backend=triton", "needs a CUDA device"),
                                         ("--decay_fraction=0.5", "lr_schedule"),
                                         ("--stop_loss=1", "no effect with indexer='only'")])  # fmt: skip
 def test_flags_that_would_do_nothing_are_refused(dataset, tmp_path, flag, says):
@@ -355,7 +366,7 @@ TRACES = {
 ELSEWHERE = {
     "out_dir", "overwrite", "dataset", "init_from", "resume", "indexer", "distill", "parallel", "context_parallel", "eval_only",
     "stop_loss", "async_save", "dry_run", "non_finite", "activation_checkpointing", "device", "compile", "deterministic",
-    "cuda_graph",
+    "cuda_graph", "backend",
     "decay_fraction", "mixers", "wandb_log", "wandb_project", "wandb_run_name",
 }  # fmt: skip
 
