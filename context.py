@@ -39,7 +39,7 @@ class Context:
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
-        tokens, labels, ids = batch
+        tokens, labels, ids = batch[:3]
         B, T = tokens.shape
         n = T // self.size
         start, here = self.part * n, slice(self.part * n, (self.part + 1) * n)

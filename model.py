@@ -1136,11 +1136,15 @@ class Model(nn.Module):
             if isinstance(module, Mixer):
                 module.reset_parameters()
 
-    def forward(self, tokens, labels=None, *, segment_ids=None, positions=None, state=None, aux=None, last_only=False, total=False):
+    def forward(
+        self, tokens, labels=None, *, segment_ids=None, positions=None, state=None, aux=None, last_only=False, total=False,
+        places=None,
+    ):  # fmt: skip
         """tokens `(B, T)` int64 -> `Output`. Labels `(B, T)` int64 (-1: none) give the NLL per token instead of logits.
 
         total: their sum as the loss to differentiate, whose gradient can be computed together with it.
         state: a `ModelState` from `init_state`, updated in place (no gradients). last_only: logits of each row's last real token.
+        places `(B, n)` int64: positions of which alone something is predicted; labels, if any, are then `(B, n)`.
         """
         aux = {} if aux is None else aux
         if positions is None:
@@ -1161,6 +1165,8 @@ class Model(nn.Module):
                 aux=aux,
             )
         x = self.norm(x)
+        if places is not None:
+            x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         weight = self.embedding.weight if self.head is None else self.head.weight
         if labels is not None and total:
             loss, nll = kernels.linear_cross_entropy_sum(x.flatten(0, 1), weight, labels.flatten())

@@ -191,7 +191,7 @@ def exact_answers(model, dataset, config, forward, device, rows=16):
         for i in range(0, config.batch_size, rows):  # the logits of all rows at once are large
             part = move(loading.Batch(*(None if x is None else x[i : i + rows] for x in batch)), device)
             output, _ = forward(part._replace(labels=None), model)
-            hits += ((output.logits.argmax(-1) == part.labels) & (part.labels >= 0)).sum()
+            hits += ((output.logits.argmax(-1) == part.scored()) & (part.scored() >= 0)).sum()
         labels += int((batch.labels >= 0).sum())
     model.train()
     return hits.item() / labels
@@ -309,13 +309,14 @@ class Trainer:
             raise ConfigError(f"out_dir={str(self.run)!r} cannot be written to ({e.strerror})") from e
 
     def forward(self, batch, module=None, **options):
-        """(the model's output, the labels) of a batch, of this rank's part of it where ranks share rows."""
+        """(the model's output, the labels at its places) of a batch, of this rank's part of it where ranks share rows."""
         module, positions = self.compiled if module is None else module, None
         if self.context is not None:
             batch, positions = self.context.take(batch)
         with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None), self.routed():
-            output = module(batch.tokens, batch.labels, segment_ids=batch.segment_ids, positions=positions, **options)
-        return output, batch.labels
+            where = {"segment_ids": batch.segment_ids, "positions": positions, "places": batch.places}
+            output = module(batch.tokens, labels := batch.scored(), **where, **options)
+        return output, labels
 
     def routed(self):
         """The context of a forward pass and of a backward pass, which may recompute it: operators reach over to other ranks."""

@@ -107,7 +107,7 @@ def scaling(config, ranks, jobs):
 
 
 def measure(argv, config, ranks):
-    """One model: the losses of its first steps and the norm of the first gradient, then the median time of a step over pieces of `PIECE`, memory of each process."""
+    """One model: losses of the first steps, norm of the first gradient, median time of a step over pieces of `PIECE`, memory."""
     began = time.perf_counter()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         plan = preflight.plan(argv, ranks, "")

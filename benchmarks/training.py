@@ -86,7 +86,9 @@ class TrainBenchConfig(BenchConfig):
     devices: str | None = Field(None, min_length=1, description="share the work: cuda:0,cuda:1; none: device, or else every GPU")
     processes: int = Field(4, ge=1, description="models that compile side by side on each GPU")
     patience: float | None = Field(
-        None, gt=0, description="seconds until models are measured as they get ready, the others held up meanwhile; none: when all are"
+        None,
+        gt=0,
+        description="seconds until models are measured as they get ready, the others held up meanwhile; none: when all are",
     )
     limit: float | None = Field(None, gt=0, description="seconds until models that have not taken a first step are left out")
     cold: Literal["all", "first", "none"] = Field(

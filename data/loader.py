@@ -22,11 +22,19 @@ IGNORED = -1  # the label that no loss counts
 
 
 class Batch(NamedTuple):
-    """tokens int64 [B, T]; labels int64 [B, T], -1 = not scored; segment_ids int32 [B, T], None without masking."""
+    """tokens int64 [B, T]; labels int64 [B, T], -1 = not scored; segment_ids int32 [B, T], None without masking.
+
+    places int64 [B, n], None for all: positions among which a row has all its labels, so that nothing is predicted elsewhere.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     segment_ids: torch.Tensor | None
+    places: torch.Tensor | None = None
+
+    def scored(self):
+        """Labels at the places."""
+        return self.labels if self.places is None or self.labels is None else self.labels.gather(1, self.places)
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
@@ -63,9 +71,16 @@ def _batch(windows: np.ndarray, eot: int, separator: str, document_mask: bool) -
 
 
 def _row_batch(file: TokenFile, rows: Sequence[int], document_mask: bool) -> Batch:
-    """Whole rows [B, row] with the labels that the file holds for them."""
-    tokens, labels = map(torch.from_numpy, file.read_rows(rows))
-    return Batch(tokens, labels, segments(tokens, file.eot, file.separator) if document_mask else None)
+    """Whole rows [B, row] with the labels that the file holds for them, and their places if most tokens of any row have none.
+
+    There are as many places in every row and batch: for fewer labels than the most of a row, some of their places have none.
+    """
+    tokens, labels = file.read_rows(rows)
+    places = None
+    if 2 * file.most_labels <= file.row:
+        places = torch.from_numpy(np.argsort(labels < 0, axis=1, kind="stable")[:, : file.most_labels].copy())
+    tokens, labels = map(torch.from_numpy, (tokens, labels))
+    return Batch(tokens, labels, segments(tokens, file.eot, file.separator) if document_mask else None, places)
 
 
 def _check_rows(file: TokenFile, block_size: int) -> None:

@@ -15,6 +15,7 @@ Words 0 to 2 are those of llm.c and modded-nanogpt, whose files have zeros from 
 begins with EOT 50256), as are nanoGPT's headerless uint16 files (each document ends with EOT).
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -113,13 +114,22 @@ class TokenFile:
             raise ConfigError(f"{self.path} changed: expected tokens {start} to {stop}, found {len(piece)}")
         return piece
 
+    @functools.cached_property
+    def most_labels(self) -> int:
+        """The most labels that a row of the file has, at least 1."""
+        labels, none = self._rows()[1], np.iinfo(self.dtype).max
+        return max(1, *(int((labels[i : i + 4096] != none).sum(1).max()) for i in range(0, len(labels), 4096)))
+
     def read_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copies of some rows and of their labels, both int64 [len(rows), row]; -1 where there is no label."""
-        shape = (2, self.count // self.row, self.row)
-        both = np.memmap(self.path, dtype=self.dtype, mode="r", offset=self._start, shape=shape)  # one opening for all rows
-        tokens, labels = both[:, rows].astype(np.int64)
+        tokens, labels = self._rows()[:, rows].astype(np.int64)  # one opening for all rows
         labels[labels == np.iinfo(self.dtype).max] = -1
         return tokens, labels
+
+    def _rows(self) -> np.memmap:
+        """Tokens and labels of all rows, [2, rows, row], mapped as `tokens` is."""
+        shape = (2, self.count // self.row, self.row)
+        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self._start, shape=shape)
 
 
 def write_tokens(

@@ -1,8 +1,10 @@
 """bench.py at tiny sizes, the growth of memory in bytes, and docs/mixers.md: its code runs, its figures are those of the model."""
 
 import json
+import multiprocessing
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -415,6 +417,7 @@ def test_cpu_beside_transformers(tmp_path):
         (["train", "--nanogpt=/nowhere"], "no model.py"),
         (["train", "--context_parallel=2"], "context_parallel=2 has no effect without torchrun"),
         (["train", "--device=cpu", "--devices=cpu,cpu"], "leave it out"),
+        (["train", "--patience=9", "--limit=9"], "patience=9 has no effect beside limit=9"),
         (["train", "--devices=cpu,cuda:77"], "device='cuda:77' cannot be used"),
         (["tune", "--device=cpu"], "tune measures on a GPU"),
         (["kernels", "--shapes=B8 T"], "'B8 T' is no size"),

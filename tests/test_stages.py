@@ -60,14 +60,22 @@ def test_which_gpu_takes_what(tmp_path, root, cards, second):
     python.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES: $*" >> "$ASKED"\n')
     python.chmod(0o755)
     (tmp_path / "meta.json").touch()
-    where = {"OUT": str(tmp_path), "DATA": str(tmp_path), "PY": str(python), "CUDA_VISIBLE_DEVICES": cards, "ASKED": str(tmp_path / "asked")}
+    where = {
+        "OUT": str(tmp_path),
+        "DATA": str(tmp_path),
+        "PY": str(python),
+        "CUDA_VISIBLE_DEVICES": cards,
+        "ASKED": str(tmp_path / "asked"),
+    }
     script = ["bash", str(root / "benchmarks" / "stages.sh")]
     subprocess.run(script, cwd=root, env={**os.environ, **where}, check=True, timeout=60, capture_output=True)
     lines = (tmp_path / "asked").read_text().splitlines()
     runs = {line.split("--out_dir=")[1].split()[0].rpartition("/")[2]: line for line in lines if " train.py " in line}
     first, hybrids = cards[:1], {"scratch", "distilled", "converted", "swapped", "short"}
     assert set(runs) == set(stages.WHAT)
-    assert {name for name, line in runs.items() if line.startswith(f"{first}: ")} == set(stages.WHAT) - (hybrids if second != first else set())
+    assert {name for name, line in runs.items() if line.startswith(f"{first}: ")} == set(stages.WHAT) - (
+        hybrids if second != first else set()
+    )
     assert all(runs[name].startswith(f"{second}: ") for name in hybrids)
     order = list(runs)
     assert order.index("scratch") > order.index("continued") if second == first else set(order[:2]) == {"dense", "scratch"}

@@ -120,6 +120,15 @@ def test_labels_of_a_file_of_rows(tmp_path):
     assert (file.count, file.row) == (8, 4) and file.tokens.tolist() == tokens.tolist()
     got, got_labels = file.read_rows([1, 0])
     assert got.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]] and got_labels.tolist() == [[1, -1, -1, 5], [-1, 9, -1, 0]]
+    batch = Loader([file], 4, seed=0, shuffle=False).batch(0, 2)
+    assert batch.places.tolist() == [[1, 3], [0, 3]] and batch.scored().tolist() == [[9, 0], [1, 5]]
+    labels[7] = -1
+    write_tokens(tmp_path / "fewer.bin", [tokens], labels=[labels], **about)
+    batch = Loader([TokenFile(tmp_path / "fewer.bin")], 4, seed=0, shuffle=False).batch(0, 2)
+    assert batch.places.tolist() == [[1, 3], [0, 1]] and batch.scored().tolist() == [[9, 0], [1, -1]]
+    labels[5:] = 1
+    write_tokens(tmp_path / "more.bin", [tokens], labels=[labels], **about)
+    assert Loader([TokenFile(tmp_path / "more.bin")], 4, seed=0).batch(0, 2).places is None  # nearly all have one
     check_vocab(file, 10)
     with pytest.raises(ConfigError, match="8 tokens need as many labels, found 3"):
         write_tokens(tmp_path / "x.bin", [tokens], labels=[labels[:3]], **about)

@@ -23,7 +23,7 @@ import train
 from configurator import ConfigError, ModelConfig, TrainConfig
 from data.loader import Loader, heldout_batches
 from data.synthetic import prepare as synthetic
-from data.tokens import Dataset
+from data.tokens import Dataset, TokenFile
 from model import Model
 
 
@@ -80,6 +80,21 @@ def test_answers_of_a_made_task_are_counted(tmp_path, capsys):
     known = labels >= 0
     assert known.sum() == 24 * 4 and curve(tmp_path / "run", "val_accuracy") == {30: (likely == labels)[known].double().mean()}
     assert "% of the answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--gradient_accumulation_steps=3", pytest.param("--compile", marks=pytest.mark.slow)])
+def test_only_what_has_a_label_is_predicted(tmp_path, monkeypatch, flag):
+    """The head and the loss of a made task see the places of its labels, and the run is that which predicts everywhere."""
+    data, seen, losses = tmp_path / "mqar", [], []
+    synthetic.main(["--task=mqar", "--row=32", "--pairs=4", "--vocab=16", "--rows=64", "--val_rows=8", f"--out={data}"])
+    loss = kernels.linear_cross_entropy_sum
+    monkeypatch.setattr(kernels, "linear_cross_entropy_sum", lambda x, *rest: (seen.append(len(x)), loss(x, *rest))[1])
+    for most in (4, 32):
+        monkeypatch.setattr(TokenFile, "most_labels", most)
+        argv = [*TINY, f"--dataset={data}", "--batch_size=6", "--eval_iters=2", "--max_iters=5", "--log_interval=1", flag]
+        train.main([*argv, f"--out_dir={tmp_path / str(most)}"])
+        losses.append(curve(tmp_path / str(most), "loss") | curve(tmp_path / str(most), "val_accuracy"))
+    assert set(seen) == {6 * 4, 6 * 32} and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_learning_rate_is_never_negative_and_warms_up():
