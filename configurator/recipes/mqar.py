@@ -1,7 +1,7 @@
 """Multi-query recall at Zoology's size (2312.04927): two mixers without FFN, one head, at most 8 epochs of 100,000 rows.
 
 python data/synthetic/prepare.py --task=mqar --row=256 --pairs=32
-python sweep.py configurator/recipes/mqar.py --patterns="attn(qk_norm=false, ffn=none); gdn(ffn=none)" --learning_rates=1e-3,2e-3,3e-3
+python sweep.py configurator/recipes/mqar.py --patterns="attn(qk_norm=false, ffn=none); gdn(ffn=none)" --learning_rates=1e-3,2e-3
 
 Attention alone has no convolution to see the token before and finds it late and suddenly: it needs biases, no QK-norm, a rate near
 2e-3 and most of the steps. On a GPU `--compile=false --cuda_graph`: the steps are mostly launches.
