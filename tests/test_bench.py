@@ -204,7 +204,7 @@ def test_a_call_replayed_from_a_graph():
 
 
 def test_tuning_finds_what_is_used_and_refuses_what_differs(monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton")
     device, shape = torch.device("cpu"), "B1 T70 H1 G1 K16 V16"
     assert {"prepare", "forward", "keep", "reverse", "inputs"} <= set(tuning.used("gdn", shape, device))
     module, key = tuning.table_of("gdn", device)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.operators import Job, measure, providers, warm
 from benchmarks.peers import Workers, tune_quickly
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="needs Triton")
 from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime.autotuner import Autotuner, Config, Heuristics  # noqa: E402
 

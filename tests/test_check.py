@@ -279,7 +279,7 @@ SMALL = {"gdn": "B2 H2 G1 K16 V16", "conv": "B1 D24 W4"}
 
 
 def examined(name, packed=True):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton")
     return accuracy.examine(accuracy.Job(name, SMALL[name], packed=packed), "cpu", torch.float32, lengths=(65,), repeats=2)
 
 
@@ -299,7 +299,7 @@ def test_an_operator_passes(name):
     ],
 )
 def test_an_operator_that_is_wrong_fails(monkeypatch, spoil, says):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton")
     from kernels import triton_recurrence
 
     rule = triton_recurrence.delta_rule
@@ -339,7 +339,7 @@ def test_errors_of_tokens_have_a_floor():
 
 def beside(monkeypatch, theirs):
     """Ours, in Triton's interpreter, beside something that stands for fla."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setitem(accuracy.WORKLOADS["gdn"].peers, "fla", theirs)
     job = accuracy.Job("gdn", "B1 H2 K16 V16", "correlated", beside_fla=True)
     return accuracy.examine_beside_fla(job, "cpu", torch.float32, lengths=(65,))
