@@ -17,6 +17,10 @@ the pairs that the middle separates, with powers <= 1 only, and both halves of t
 and one product where no channel forgets more than 2^-60 in half a chunk. All blocks of a size are taken at once, each with an M of
 its own, and pairs of different blocks masked: never more than six products.
 
+A' is fp16, and so is what it multiplies, divided by a unit that suits the largest element of the tile. In bf16, with keys of cosine
+0.9 and beta up to 2, dV is 2e-2 off and dbeta of one token up to 3e-2, now 5e-3 and 1e-2; with random keys dbeta falls from 5e-3 to
+3.5e-3. It suffices while beta |k|^2 <= 2, where the update contracts; beyond, entries of A' may exceed fp16 and are clamped.
+
 Documents are masks on e, r, E and on the pairs of a chunk. Kimi team 2510.26692; Yang et al. 2412.06464 for the implicit solve.
 """
 
@@ -28,7 +32,7 @@ import triton.language as tl
 
 from .launch import Tile, architecture, direct, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
-from .triton_recurrence import MERGE, _by_token, inverse_64
+from .triton_recurrence import MERGE, _by_token, _half, _unit, inverse_64
 
 C = 64
 BK_TILE = 64  # key channels of a tile; narrower heads are padded with zeros, which a descriptor reads beyond the end
@@ -76,10 +80,23 @@ def _documents(documents, i_b, t0, T, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _beta(beta, o_t, real):
-    """beta, away from 0, where its gradient needs Vn / beta and dV / beta; 0 where there is no token."""
+def _beta(beta, o_t, real, WIDE: tl.constexpr):
+    """beta, away from 0, where its gradient needs Vn / beta and dV / beta; 0 where there is no token. Smaller numbers than 2^-14
+    have fewer bits in fp16, in which A' is kept unless all is fp32."""
+    least: tl.constexpr = 1e-6 if WIDE == tl.float32 else 0.00006103515625
     b_beta = tl.load(beta + o_t, mask=real, other=0.0).to(tl.float32)
-    return tl.where(real & (tl.abs(b_beta) < 1e-6), 1e-6, b_beta)
+    return tl.where(real & (tl.abs(b_beta) < least), least, b_beta)
+
+
+@triton.jit
+def _solved(b_A, b_x, DOT: tl.constexpr, PREC: tl.constexpr):
+    """b_A b_x in fp32, b_A as it was loaded: in fp16, with b_x over a unit that suits its largest element, unless all is fp32."""
+    if DOT == tl.float32:
+        b_y = tl.dot(b_A.to(DOT), b_x, input_precision=PREC)
+    else:
+        unit = _unit(tl.max(tl.abs(b_x)))
+        b_y = tl.dot(b_A, (b_x * (1.0 / unit)).to(tl.float16)) * unit
+    return b_y
 
 
 @triton.jit
@@ -223,7 +240,7 @@ def prepare_kernel(
                 b_L += tl.where(same, tl.dot(x_k, tl.trans(x_c), input_precision=PREC), 0.0)
                 size = tl.where(fits, 0, size // 2)
     run, real, _, _, _ = _documents(documents, i_b, t0, T, HAS_DOCUMENTS)
-    b_beta = _beta(beta, (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h, real)
+    b_beta = _beta(beta, (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h, real, WIDE)
     below = o_c[:, None] >= o_c[None, :]
     if HAS_DOCUMENTS:
         below &= (run[:, None] == run[None, :]) & real[:, None]
@@ -231,7 +248,9 @@ def prepare_kernel(
     m_x = t0 + o_c[:, None] < T
     tl.store(P + o_x, tl.where(below, b_P * scale, 0.0).to(P.dtype.element_ty), mask=m_x)
     b_L = tl.where(below & (o_c[:, None] > o_c[None, :]), b_L * b_beta[:, None], 0.0)
-    b_A = inverse_64(b_L, MERGE) * b_beta[None, :]
+    b_A = inverse_64(b_L, MERGE, WIDE != tl.float32) * b_beta[None, :]
+    if WIDE != tl.float32:
+        b_A = tl.clamp(b_A, -65504.0, 65504.0)
     tl.store(A + o_x, b_A.to(A.dtype.element_ty), mask=m_x)
 
 
@@ -263,7 +282,7 @@ def forward_kernel(
         b_E = tl.load(E + i_c * K + o_k, mask=o_k < K, other=0.0)
         b_ke = ke.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
         b_v = v.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32)
-        b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
+        b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
         b_qe = qe.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
         b_P = P.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
         b_kr = kr.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
@@ -272,7 +291,7 @@ def forward_kernel(
             h.store([i_b * H + i_h, i_c, 0, v0], b_S.to(h.dtype).reshape(1, 1, BK, BV))
         b_u = tl.dot(b_ke, b_S16, input_precision=PREC)
         b_o = tl.dot(b_qe, b_S16, input_precision=PREC)
-        b_vn = tl.dot(b_A, (b_v - b_u).to(DOT), input_precision=PREC)
+        b_vn = _solved(b_A, b_v - b_u, DOT, PREC)
         if STATES:
             vn.store([i_b, i_h, t0, v0], b_vn.to(vn.dtype).reshape(1, 1, 64, BV))
         b_vn16 = b_vn.to(DOT)
@@ -304,14 +323,14 @@ def reverse_kernel(
         b_kr = kr.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
         b_P = P.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
         b_do = do.load([i_b, i_h, t0, v0]).reshape(64, BV).to(DOT)
-        b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
+        b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
         b_qe = qe.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
         b_ke = ke.load([i_b, i_h, t0, 0]).reshape(64, BK).to(DOT)
         dh.store([i_b * H + i_h, i_c, 0, v0], b_dS.to(dh.dtype).reshape(1, 1, BK, BV))
         b_dvn = tl.dot(b_kr, b_dS.to(DOT), input_precision=PREC)
         b_dvn = tl.dot(tl.trans(b_P), b_do, b_dvn, input_precision=PREC)
         b_dS = tl.dot(tl.trans(b_qe), b_do, b_dS * b_E[:, None], input_precision=PREC)
-        b_dv = tl.dot(tl.trans(b_A), b_dvn.to(DOT), input_precision=PREC)
+        b_dv = _solved(tl.trans(b_A), b_dvn, DOT, PREC)
         dv.store([i_b, i_h, t0, v0], b_dv.to(dv.dtype).reshape(1, 1, 64, BV))
         b_dS = tl.dot(tl.trans(b_ke), (-b_dv).to(DOT), b_dS, input_precision=PREC)
     tl.store(dh0 + o_h, b_dS, mask=m_h)
@@ -363,7 +382,7 @@ def scores_kernel(
     _store(dL + o_x, tl.where(below, -b_dL, 0.0), 64, rows, 64, 64, 64)
     o_t = (i_b.to(tl.int64) * T + t0 + o_c) * H + i_h
     # Vn / beta is what the token found missing, V - K S, and dV / beta the gradient of what it wrote.
-    b_beta = tl.where(real, _beta(beta, o_t, real), 1.0)
+    b_beta = tl.where(real, _beta(beta, o_t, real, DOT), 1.0)
     tl.store(dbeta + o_t, b_xv / b_beta / b_beta, mask=t0 + o_c < T)
 
 
@@ -561,7 +580,7 @@ def _prepare(s, q, k, g, beta, documents, scale, scores):
     sizes = scale, s.T, s.H, s.N, *strides
     if scores:
         chosen = s.options("prepare", "R", "K", "BK", "NK", "WIDE", "PREC")
-        A, P = (torch.empty(s.B, s.H, s.T, C, dtype=q.dtype, device=q.device) for _ in range(2))
+        A, P = (torch.empty(s.B, s.H, s.T, C, dtype=kind, device=q.device) for kind in (_half(q.dtype), q.dtype))
         prepare = launch(prepare_kernel, MERGE=MERGE, **flags, **chosen)
         prepare(s.N * s.B * s.H, q, k, g, beta, ids, *operands, E, A, P, *sizes)
         return operands, E, A, P
@@ -637,7 +656,7 @@ def _(q, k, v, g, beta, h0, documents, scale, keep):
     return [
         v.new_empty(v.shape),
         v.new_empty(B, H, K, V, dtype=torch.float32),
-        q.new_empty(B, H, T, C),
+        q.new_empty(B, H, T, C, dtype=_half(q.dtype)),
         q.new_empty(B, H, T, C),
         q.new_empty(B * H, -(-T // C) if keep else 0, K, V),
         q.new_empty(B, T if keep else 0, H, V),

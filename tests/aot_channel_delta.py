@@ -15,9 +15,9 @@ def cases(architecture):
     """bf16 only: fp32 is for the interpreter."""
     table = module.LAUNCH[architecture, 2]
     types, sizes = {"DOT": tl.bfloat16, "PREC": "tf32"}, {"T": "i32", "H": "i32", "N": "i32"}
-    whole, part = tile(64, K), tile(64, 64)
+    whole, parts = tile(64, K), {"A": tile(64, 64, "fp16"), "P": tile(64, 64)}
     tokens = {"R": 1, "K": K, "BK": 64, "NK": K // 64, "WIDE": tl.bfloat16, **types}
-    scaled, square = ("qe", "ke", "kr"), ("A", "P")
+    scaled, square = ("qe", "ke", "kr"), {"A": "*fp16", "P": "*bf16"}
 
     given, sums = {"scale": "fp32", "s_q": "i32:16", "s_k": "i32:16", "s_g": "i32:16", **sizes}, {"documents": "*i32", "E": "*fp32"}
     scale = dict.fromkeys(("q", "k", *scaled), "*bf16") | {"g": "*fp32"} | sums | given
@@ -25,7 +25,7 @@ def cases(architecture):
         BK = table[name]["BK"]
         constants = tokens | {"BK": BK, "NK": K // BK, "HAS_DOCUMENTS": packed}
         if name == "prepare":
-            kernel, signature = module.prepare_kernel, scale | dict.fromkeys(square, "*bf16") | {"beta": "*fp32"}
+            kernel, signature = module.prepare_kernel, scale | square | {"beta": "*fp32"}
             constants |= {"MERGE": module.MERGE}
         else:
             kernel, signature = module.rescale_kernel, scale | {"G": "*fp32"}
@@ -35,7 +35,7 @@ def cases(architecture):
     for name in ("forward", "keep", "reverse"):
         BV = table[name]["BV"]
         columns, state = tile(64, BV), tile(K, BV)
-        shared = dict.fromkeys(scaled, whole) | dict.fromkeys(square, part) | {"E": "*fp32"} | sizes
+        shared = dict.fromkeys(scaled, whole) | parts | {"E": "*fp32"} | sizes
         constants = {"K": K, "V": V, "BK": K, "NV": V // BV, **types}
         if name == "reverse":
             signature = shared | {"do": columns, "dv": columns, "dh": state, "dhT": "*fp32", "dh0": "*fp32"}
