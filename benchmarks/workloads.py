@@ -112,11 +112,13 @@ def make_attention(s, kind):
     return {"q": q, "k": k, "v": v} | ({"segment_ids": documents(s)} if "doc" in s else {})
 
 
-def make_sparse(s, kind):
-    """Neighbouring queries' index vectors are alike (cosine 0.95), so that most of what they select is the same."""
+def make_sparse(s, kind, alike=True):
+    """Index vectors of neighbouring queries of cosine 0.95, so that most of what they select is the same; or of cosine 0."""
     B, T, J, I = (s[n] for n in "BTJI")  # noqa: E741
-    slow = torch.randn(B, -(-T // 64), J, I).repeat_interleave(64, 1)[:, :T]
-    index = {"index_q": slow + 0.3 * torch.randn(B, T, J, I), "index_k": torch.randn(B, T, I), "index_w": torch.rand(B, T, J)}
+    index_q = torch.randn(B, T, J, I)
+    if alike:
+        index_q = torch.randn(B, -(-T // 64), J, I).repeat_interleave(64, 1)[:, :T] + 0.3 * index_q
+    index = {"index_q": index_q, "index_k": torch.randn(B, T, I), "index_w": torch.rand(B, T, J)}
     return make_attention(s, kind) | index
 
 
@@ -293,6 +295,7 @@ HARD = ("random", "correlated", "zero", "extreme")
 DELTA = {"op": "delta_rule", "default": HEADS, "shapes": ALL}
 LINEAR = {"op": "linear_attention", "default": HEADS, "shapes": ALL}
 ATTENTION = {"op": "softmax_attention", "default": f"{LARGE} D128", "make": make_attention, "cost": cost_attention}
+SPARSE = {"op": "sparse_attention", "default": "B1 T4096 H16 G4 D128 J8 I64 k512", "cost": cost_attention}
 GATED = ("q", "k", "v", "g", "beta")
 
 WORKLOADS = {
@@ -331,9 +334,9 @@ WORKLOADS = {
     "window": Workload(**ATTENTION, shapes=f"{LARGE} w512, {LONG} w1024", peers={"flex": flex}),
     "packed": Workload(**ATTENTION, shapes=f"{LARGE} doc512"),
     "sparse": Workload(
-        **ATTENTION | {"op": "sparse_attention", "default": "B1 T4096 H16 G4 D128 J8 I64 k512", "make": make_sparse},
-        shapes="T4096, T8192, T16384, T32768, T65536", peers={"cudnn": sdpa("CUDNN_ATTENTION")},
+        **SPARSE, make=make_sparse, shapes="T4096, T8192, T16384, T32768, T65536", peers={"cudnn": sdpa("CUDNN_ATTENTION")},
     ),
+    "sparse_unalike": Workload(**SPARSE, make=functools.partial(make_sparse, alike=False), shapes="T4096, T32768, T65536"),
     "conv": Workload(
         "causal_conv1d", "B8 T4096 D2048 W4", "B8 T4096 D2048", make_conv, cost_elementwise(4, 6, "BTD"), {"activation": "silu"},
         peers={"fla": fla_conv, "compiled": compiled("causal_conv1d", activation="silu")},
