@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import platform
+import re
 import statistics
 import time
 from pathlib import Path
@@ -248,7 +249,7 @@ def main(paths, config):
 def markdown(variants, positions, speeds, paths):
     metrics = list(dict.fromkeys(name for v in variants for run in v.runs for name in run.scores))
     main_metrics = [m for m in metrics if not _detail(m) and not m.endswith("byte_perplexity")]  # which is 2^bits_per_byte
-    details = [m for m in metrics if _detail(m) and not m.endswith(" chance")]
+    details = sorted((m for m in metrics if _detail(m) and not m.endswith(" chance")), key=_by_number)
     today = datetime.date.today().isoformat()
     lines = ["# Comparison", "", f"`python eval.py --compare {' '.join(map(str, paths))}`", ""]
     lines += [f"{today}, report made on {_machine()}, torch {torch.__version__}. Means over seeds ± standard error.", ""]
@@ -289,6 +290,11 @@ def _machine():
 def _detail(metric):
     """Whether a metric is one of the parts of another: by length or depth; and chance, which stands beside its task."""
     return "acc_" in metric or metric.endswith(" chance")
+
+
+def _by_number(metric):
+    """Sorts `parity acc_64` before `parity acc_128`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
 
 
 def _facts(variants, speeds):
@@ -350,6 +356,8 @@ def figure(variants, positions, path):
     for axis, title, label in zip(axes.flat, titles, ("tokens", "tokens", f"position (trained: {block})"), strict=False):
         axis.set(title=title, xlabel=label)
     axes[1, 0].set_xscale("log", base=2)
+    if not any(positions.values()):
+        axes[1, 0].set_visible(False)
     _pareto(axes[1, 1], variants, colors)
     axes[0, 0].legend(fontsize=7)
     plot.savefig(path, dpi=90)
@@ -381,7 +389,10 @@ def _pareto(axis, variants, colors):
     for variant, color in zip(variants, colors, strict=True):
         model = _skeleton(variant.runs[0].meta["model"])
         mean, error = mean_and_error(variant.values(metric).values())
-        axis.errorbar(model.state_bytes(1, model.config.block_size), mean, yerr=error, fmt="o", color=color, capsize=3)
+        state = model.state_bytes(1, model.config.block_size)
+        axis.errorbar(state, mean, yerr=error, fmt="o", color=color, capsize=3)
+        axis.annotate(variant.name, (state, mean), xytext=(4, 4), textcoords="offset points", fontsize=6, color=color)
     axis.set(title=f"{metric} against state", xlabel="bytes of state at block_size", xscale="log")
+    axis.margins(0.15)  # for the names
     if metric.endswith(LOWER_IS_BETTER):
         axis.invert_yaxis()

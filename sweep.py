@@ -4,9 +4,9 @@
     python sweep.py RECIPE.py --patterns="..." --match=parameters --tasks=heldout_bpb,recall --jobs=4 --batch_size=32
 
 Every setting of train.py is one here, for all runs alike. With several learning rates the first seed tries them all for each
-pattern, and the other seeds are trained with the best (--pilot=false: all of them with all). The same command goes on where it was
-stopped: what is finished is kept, what was interrupted is resumed. After each run sweep.md has what there is so far. A run that
-fails is named, and the exit code is 1; the others are compared.
+pattern, and the other seeds are trained with the best (--pilot=false: all of them with all). All patterns take the first seed and
+rate before any takes the next. The same command goes on where it was stopped: what is finished is kept, what was interrupted is
+resumed. After each run sweep.md has what there is so far. A run that fails is named, and the exit code is 1; others are compared.
 """
 
 import functools
@@ -345,7 +345,8 @@ def main(argv):
             for seed in some_seeds:
                 job = begun.get((pattern, rate, seed)) or Job(config, flags, pattern, widths[pattern], rate, seed)
                 jobs.append(begun.setdefault((pattern, rate, seed), job))
-        failed = run_all([job for job in jobs if job not in lost], at_once, gpus, after)
+        order = sorted(jobs, key=lambda job: (seeds.index(job.seed), rates.index(job.rate)))  # what is cut off lacks no pattern
+        failed = run_all([job for job in order if job not in lost], at_once, gpus, after)
         return [job for job in jobs if job not in failed and job not in lost], failed
 
     def after():

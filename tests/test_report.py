@@ -50,6 +50,11 @@ def compare(tmp_path, *runs, flags=()):
     return (tmp_path / "report" / "report.md").read_text()
 
 
+def test_lengths_are_in_their_order():
+    names = ["parity acc_128", "needle acc_25", "parity acc_64", "parity acc_8", "needle acc_100"]
+    assert sorted(names, key=report._by_number) == [names[i] for i in (1, 4, 3, 2, 0)]
+
+
 def test_report_of_three_seeds(tmp_path, capsys):
     runs = []
     for seed, noise in ((1, 0.0), (2, 0.1), (3, 0.19)):
@@ -176,6 +181,8 @@ def test_a_pilot_finds_the_rate_and_the_report_gets_its_runs(processes, tmp_path
     assert len(trained) == 2 * 3 + 2 and len([c for c in commands if "--tasks=heldout_bpb" in c]) == 8
     assert all("--max_iters=4" in c and "--device=cpu" in c and "--overwrite" in c for c in trained)
     assert [c for c in trained if "--seed=8" in c] == [c for c in trained[6:] if "--learning_rate=0.003" in c]
+    tried = [(rate, f"--layers={layers}") for rate in ("0.001", "0.003", "0.01") for layers in ("gdn", "attn")]
+    assert all(f"--learning_rate={rate}" in c and layers in c for c, (rate, layers) in zip(trained[:6], tried, strict=True))
     names = [f"{layers}_lr0.003_seed{seed}" for layers in ("gdn", "attn") for seed in (7, 8)]
     assert commands[-1][2:7] == ["--compare", *(str(tmp_path / "sweep" / name) for name in names)]
     assert "| gdn | 0.7500 | 0.2729 | 0.7500 |" in capsys.readouterr().out
@@ -194,7 +201,7 @@ def test_failures_are_told_and_the_others_compared(processes, tmp_path, capsys):
         sweep.main([*arguments, f"--sweep_dir={tmp_path / 'sweep'}"])
     assert ended.value.code == 1
     printed = capsys.readouterr()
-    wrong = ["attn_lr0.003_seed7", *(f"linear_lr{rate}_seed7" for rate in ("0.001", "0.003", "0.01"))]
+    wrong = [f"{run}_seed7" for run in ("linear_lr0.001", "attn_lr0.003", "linear_lr0.003", "linear_lr0.01")]
     assert [line for line in printed.err.splitlines() if line.startswith("failed: ")] == [
         f"failed: {tmp_path / 'sweep' / name}: train ended with 2: error: the loss is nan" for name in wrong
     ]
