@@ -13,6 +13,7 @@ import weakref
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -103,12 +104,18 @@ def specialization(args):
     return tuple(key)
 
 
+def _heard(hook):
+    """Whether anyone listens to a hook of Triton's: a chain of functions, or one."""
+    return bool(getattr(hook, "calls", hook is not None))
+
+
 class Launch:
-    """`launch(n, *args)` is `kernel[(n,)](*args, **constants)` in less than half of its time: the kernel that Triton compiled for
-    such arguments is kept and called again, without working out anew which one it is.
+    """`launch(n, *args)` is `kernel[(n,)](*args, **constants)` in half of its time: the kernel that Triton compiled for such
+    arguments is kept and called again, without working out anew which one it is.
 
     constants are launch options and all of the kernel's compile-time arguments, which are its last ones. A kept kernel is called as
-    Triton's tutorials call one, so that the hooks of profilers see it; like Triton, on the current device and stream.
+    Triton calls it, on the current device and stream; where a profiler listens to Triton's hooks, as Triton's tutorials call one,
+    so that the hooks hear of it. Hooks without listeners are two calls of Python's and a dictionary, 3 us.
     """
 
     def __init__(self, kernel, **constants):
@@ -122,12 +129,17 @@ class Launch:
         if key is None:
             self.kernel[(n,)](*args, **self.constants)
             return
-        device = driver.active.get_current_device()
+        active, runtime = driver.active, knobs.runtime
+        device = active.get_current_device()
         compiled = self.kept.get((device, key))
         if compiled is None:
             self.kept[device, key] = self.kernel[(n,)](*args, **self.constants)
+            return
+        stream = active.get_current_stream(device)
+        if _heard(runtime.launch_enter_hook) or _heard(runtime.launch_exit_hook):
+            compiled[n, 1, 1](*args, *self.last, stream=stream)
         else:
-            compiled[n, 1, 1](*args, *self.last, stream=driver.active.get_current_stream(device))
+            compiled.run(n, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self.last)
 
 
 launch = functools.lru_cache(maxsize=4096)(Launch)  # the same constants, the same launch
@@ -160,12 +172,19 @@ def differentiable(tensors):
     return False
 
 
+def all_tensors(results):
+    """What a custom operator may return: tensors only, those of no size for results that are None. The first is none of them."""
+    return [results[0].new_empty(0) if x is None else x for x in results]
+
+
 def direct(forward, save, backward, outputs=1):
     """`forward(*inputs)` with a backward, as an autograd function: a custom operator costs some 0.3 ms of a CPU's time each way.
 
     save(ctx, inputs, output), called where a gradient is wanted, and backward(ctx, *grads) are those of a custom operator. The
     first `outputs` of forward's results are returned, alone if only one.
     """
+
+    once = torch.autograd.function.once_differentiable(backward)
 
     def returned(output):
         return tuple(output[:outputs]) if outputs > 1 else output[0]
@@ -178,9 +197,8 @@ def direct(forward, save, backward, outputs=1):
             return returned(output)
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, *grads):
-            return backward(ctx, *grads)
+        def backward(ctx, *grads):  # gradients are on here only for create_graph, and only then it matters
+            return once(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     def call(*inputs):
         if differentiable(inputs):
@@ -191,26 +209,26 @@ def direct(forward, save, backward, outputs=1):
 
 
 def shared_by_layers(compute):
-    """`compute(segment_ids, *rest)`, kept until other ids come or these are written to: in a model all layers ask for the same, and
-    the dozen small launches behind it take longer than a layer's attention. `rest` is hashable. Nothing is kept where it might be
-    used out of place: under a compiler, in the capture of a CUDA graph (whose replay has other ids), in inference mode.
+    """`compute(x, *rest)`, kept while the tensor x lives and until it is written to: in a model all layers ask for the same of the
+    segment ids, in every step for the same of constants, and a dozen small launches take longer than a layer's attention. `rest` is
+    hashable, the result no view of x. Nothing is kept where it might be used out of place: under a compiler, in the capture of a
+    CUDA graph (whose replay has other ids), in inference mode.
     """
-    state = None, None, {}  # a weak reference to the ids, their version, results
+    kept = {}  # by the id of a tensor: a weak reference to it, its version, results
 
     @functools.wraps(compute)
-    def call(ids, *rest):
-        nonlocal state
-        if traced(ids) or torch.is_inference_mode_enabled() or (ids is not None and ids.is_inference()):
-            return compute(ids, *rest)
+    def call(x, *rest):
+        if traced(x) or torch.is_inference_mode_enabled() or (x is not None and x.is_inference()):
+            return compute(x, *rest)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return compute(ids, *rest)
-        reference, version, results = state
-        now = None if ids is None else ids._version
-        if (reference and reference()) is not ids or version != now:
+            return compute(x, *rest)
+        number, version = id(x), None if x is None else x._version
+        reference, then, results = kept.get(number, (None, None, None))
+        if results is None or then != version or (x is not None and reference() is not x):
             results = {}
-            state = None if ids is None else weakref.ref(ids), now, results
+            kept[number] = None if x is None else weakref.ref(x, lambda _: kept.pop(number, None)), version, results
         if rest not in results:
-            results[rest] = compute(ids, *rest)
+            results[rest] = compute(x, *rest)
         return results[rest]
 
     return call

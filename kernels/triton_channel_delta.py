@@ -32,7 +32,7 @@ import triton.language as tl
 
 from .launch import Tile, architecture, direct, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
-from .triton_recurrence import MERGE, _by_token, _half, _unit, inverse_64
+from .triton_recurrence import MERGE, _by_token, _half, inverse_64, solved
 
 C = 64
 BK_TILE = 64  # key channels of a tile; narrower heads are padded with zeros, which a descriptor reads beyond the end
@@ -86,17 +86,6 @@ def _beta(beta, o_t, real, WIDE: tl.constexpr):
     least: tl.constexpr = 1e-6 if WIDE == tl.float32 else 0.00006103515625
     b_beta = tl.load(beta + o_t, mask=real, other=0.0).to(tl.float32)
     return tl.where(real & (tl.abs(b_beta) < least), least, b_beta)
-
-
-@triton.jit
-def _solved(b_A, b_x, DOT: tl.constexpr, PREC: tl.constexpr):
-    """b_A b_x in fp32, b_A as it was loaded: in fp16, with b_x over a unit that suits its largest element, unless all is fp32."""
-    if DOT == tl.float32:
-        b_y = tl.dot(b_A.to(DOT), b_x, input_precision=PREC)
-    else:
-        unit = _unit(tl.max(tl.abs(b_x)))
-        b_y = tl.dot(b_A, (b_x * (1.0 / unit)).to(tl.float16)) * unit
-    return b_y
 
 
 @triton.jit
@@ -291,7 +280,7 @@ def forward_kernel(
             h.store([i_b * H + i_h, i_c, 0, v0], b_S.to(h.dtype).reshape(1, 1, BK, BV))
         b_u = tl.dot(b_ke, b_S16, input_precision=PREC)
         b_o = tl.dot(b_qe, b_S16, input_precision=PREC)
-        b_vn = _solved(b_A, b_v - b_u, DOT, PREC)
+        b_vn = solved(b_A, b_v - b_u, DOT, PREC)
         if STATES:
             vn.store([i_b, i_h, t0, v0], b_vn.to(vn.dtype).reshape(1, 1, 64, BV))
         b_vn16 = b_vn.to(DOT)
@@ -330,7 +319,7 @@ def reverse_kernel(
         b_dvn = tl.dot(b_kr, b_dS.to(DOT), input_precision=PREC)
         b_dvn = tl.dot(tl.trans(b_P), b_do, b_dvn, input_precision=PREC)
         b_dS = tl.dot(tl.trans(b_qe), b_do, b_dS * b_E[:, None], input_precision=PREC)
-        b_dv = _solved(tl.trans(b_A), b_dvn, DOT, PREC)
+        b_dv = solved(tl.trans(b_A), b_dvn, DOT, PREC)
         dv.store([i_b, i_h, t0, v0], b_dv.to(dv.dtype).reshape(1, 1, 64, BV))
         b_dS = tl.dot(tl.trans(b_ke), (-b_dv).to(DOT), b_dS, input_precision=PREC)
     tl.store(dh0 + o_h, b_dS, mask=m_h)

@@ -327,29 +327,34 @@ def _forward_pass(
     return y, final
 
 
-def _backward_pass(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, ids: torch.Tensor | None,
-    dy: torch.Tensor, silu: bool, l2_heads: int, l2_width: int, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dx, dW, dbias and dstate, the last two of no size where there is no such input."""
+def _backward_pass(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps):
+    """dx, dW, dbias and dstate, the last two None where there is no such input."""
     B, T, D = x.shape
     W = weight.shape[1]
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
     dx = x.new_empty(B, T, D)
-    dstate = x.new_empty(0) if state is None else torch.empty_like(state)
+    dstate = None if state is None else torch.empty_like(state)
     p = plan("backward", x, weight, bias, state, ids, silu, l2_width)
     parts = x.new_empty(B * p.NT, D * (W if bias is None else W + 1), dtype=torch.float32)
     p.launch(
-        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), dy, dx, dstate, parts, T, D, p.ND, p.NT,
-        p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
+        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), dy, dx, _or(dstate, dx), parts, T, D, p.ND,
+        p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
     )  # fmt: skip
-    total = parts.sum(0)
-    dbias = x.new_empty(0) if bias is None else total[D * W :].to(bias.dtype, copy=True)
-    return dx, total[: D * W].view(D, W).to(weight.dtype), dbias, dstate
+    total, dbias = parts.sum(0), None
+    if bias is not None:
+        total, dbias = total[: D * W], total[D * W :].to(bias.dtype, copy=True)
+    return dx, total.view(D, W).to(weight.dtype), dbias, dstate
 
 
 _forward = torch.library.custom_op("hybrid::causal_conv1d", _forward_pass, mutates_args=())
-_backward = torch.library.custom_op("hybrid::causal_conv1d_backward", _backward_pass, mutates_args=())
+
+
+@torch.library.custom_op("hybrid::causal_conv1d_backward", mutates_args=())
+def _backward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, ids: torch.Tensor | None,
+    dy: torch.Tensor, silu: bool, l2_heads: int, l2_width: int, eps: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    return launch.all_tensors(_backward_pass(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps))
 
 
 @_forward.register_fake
@@ -362,7 +367,7 @@ def _(x, weight, bias, state, ids, silu, l2_heads, l2_width, eps):
 def _(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps):
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate
+    return [x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate]
 
 
 def _save(ctx, inputs, output):

@@ -174,6 +174,10 @@ def _rows(x):
     return x if x.stride(2) == 1 else x.contiguous()
 
 
+def _or(x, other):
+    return other if x is None else x
+
+
 def _forward_pass(
     x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, offset: float,
     mean: bool, center: bool, gate: int, silu: bool,
@@ -183,33 +187,37 @@ def _forward_pass(
     z = x if z is None else _rows(z)
     p = plan("forward", x, weight, bias, center, gate, silu)
     p.launch(
-        p.programs, x, z, x if weight is None else weight, x if bias is None else bias, y, p.R, p.H, p.groups, p.D,
+        p.programs, x, z, _or(weight, x), _or(bias, x), y, p.R, p.H, p.groups, p.D,
         x.stride(0), x.stride(1), z.stride(0), z.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
     )  # fmt: skip
     return y
 
 
-def _backward_pass(
-    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor, eps: float,
-    offset: float, mean: bool, center: bool, gate: int, silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dx, dz, dweight, dbias; of no size where there is no such input."""
-    dx, dz = x.new_empty(x.shape), x.new_empty(0) if z is None else z.new_empty(z.shape)
+def _backward_pass(x, z, weight, bias, dy, eps, offset, mean, center, gate, silu):
+    """dx, dz, dweight, dbias; None where there is no such input."""
+    dx, dz = x.new_empty(x.shape), None if z is None else z.new_empty(z.shape)
     x, dy = _rows(x), _rows(dy)
     z = x if z is None else _rows(z)
     p = plan("backward", x, weight, bias, center, gate, silu)
-    dweight, dbias = (x.new_empty(0 if w is None else p.P, p.groups * p.D, dtype=torch.float32) for w in (weight, bias))
+    dweight, dbias = (None if w is None else x.new_empty(p.P, p.groups * p.D, dtype=torch.float32) for w in (weight, bias))
     p.launch(
-        p.programs, x, z, x if weight is None else weight, dy, dx, dz, dweight, dbias, p.R, p.H, p.groups, p.N, p.P, p.D,
+        p.programs, x, z, _or(weight, x), dy, dx, _or(dz, dx), _or(dweight, dx), _or(dbias, dx), p.R, p.H, p.groups, p.N, p.P, p.D,
         x.stride(0), x.stride(1), z.stride(0), z.stride(1), dy.stride(0), dy.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
     )  # fmt: skip
-    dweight = x.new_empty(0) if weight is None else dweight.sum(0).view(weight.shape).to(weight.dtype)
-    dbias = x.new_empty(0) if bias is None else dbias.sum(0).view(bias.shape).to(bias.dtype)
+    dweight = None if weight is None else dweight.sum(0).view(weight.shape).to(weight.dtype)
+    dbias = None if bias is None else dbias.sum(0).view(bias.shape).to(bias.dtype)
     return dx, dz, dweight, dbias
 
 
 _forward = torch.library.custom_op("hybrid::norm", _forward_pass, mutates_args=())
-_backward = torch.library.custom_op("hybrid::norm_backward", _backward_pass, mutates_args=())
+
+
+@torch.library.custom_op("hybrid::norm_backward", mutates_args=())
+def _backward(
+    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor, eps: float,
+    offset: float, mean: bool, center: bool, gate: int, silu: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    return launch.all_tensors(_backward_pass(x, z, weight, bias, dy, eps, offset, mean, center, gate, silu))
 
 
 @_forward.register_fake
@@ -219,7 +227,7 @@ def _(x, z, weight, bias, eps, offset, mean, center, gate, silu):
 
 @_backward.register_fake
 def _(x, z, weight, bias, dy, eps, offset, mean, center, gate, silu):
-    return tuple(x.new_empty(0) if u is None else u.new_empty(u.shape) for u in (x, z, weight, bias))
+    return [x.new_empty(0) if u is None else u.new_empty(u.shape) for u in (x, z, weight, bias)]
 
 
 def _save(ctx, inputs, output):

@@ -17,11 +17,12 @@ from zero gives L and one from the identity, with V = 0, gives M; M^T carries th
 
 The gradient of the solve is implicit: with X = A'^T dVn, which is dV, that of beta * K K^T * Gamma is -stril(X Vn^T), and no
 gradient of A is formed. For keys of cosine 0.9 and beta up to 2, X is a small difference of large terms, and dG one of terms of dQ
-and dK: in bf16 dV is 2e-2 off and dG up to 5e-2, with fp16 below 1e-2 and 1.5e-2. Hence fp16 for A', and, divided by a unit that
-suits the largest element, for dVn in reverse and the gradients of the scores in inputs; q and k beside these are fp16 too, so that
-elements must not exceed 65504. Every transposed product is computed as such, from operands that were loaded: Triton before 3.7.1
-miscompiles a dot whose operand is the transpose of another dot's result. A document's first token carries 128 less in log2, so that
-every 2^(difference) across a boundary is 0. Yang et al. 2406.06484, 2412.06464; Dao and Gu 2405.21060."""
+and dK: in bf16 dV is 2e-2 off and dG up to 5e-2, with fp16 below 1e-2 and 1.5e-2. Hence fp16 for A' and V - e * K S, and, divided
+by a unit that suits the largest element, for dVn in reverse and the gradients of the scores in inputs; q and k beside these are
+fp16 too: elements of q, k and v must not exceed 65504, and those of v be at least about 1e-5 to count. Every transposed product is
+computed as such, from operands that were loaded: Triton before 3.7.1 miscompiles a dot whose operand is the transpose of another
+dot's result. A document's first token carries 128 less in log2, so that every 2^(difference) across a boundary is 0. Yang et al.
+2406.06484, 2412.06464; Dao and Gu 2405.21060."""
 
 import functools
 
@@ -40,9 +41,24 @@ COUNTS = ["B", "T", "H", "N", "NS"]  # arguments no kernel is compiled anew for
 
 
 @triton.jit
+def _half_of(x):
+    """fp32 x in fp16, what is beyond its range at its end: one instruction for two elements, where clamping takes four more."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+if interpreted(_half_of) or torch.version.hip:  # which know no such assembly
+
+    @triton.jit
+    def _half_of(x):
+        return tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
 def _merge(a, b, PREC: tl.constexpr, HALF: tl.constexpr):
     if HALF:
-        a, b = tl.clamp(a, -65504.0, 65504.0).to(tl.float16), tl.clamp(b, -65504.0, 65504.0).to(tl.float16)
+        a, b = _half_of(a), _half_of(b)
     return tl.dot(a, b, input_precision=PREC)
 
 
@@ -112,11 +128,12 @@ def prepare_kernel(
     if DELTA:
         b_L = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_beta[:, None]
         if HAS_G or HAS_STARTS:
-            b_L *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-        b_A = inverse_64(tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0), MERGE, DOT != tl.float32) * b_beta[None, :]
-        if DOT != tl.float32:
-            b_A = tl.clamp(b_A, -65504.0, 65504.0)
-        tl.store(A + head * 64 + (o_c[:, None] * (H * 64) + o_c[None, :]), b_A.to(A.dtype.element_ty), mask=seen[:, None])
+            b_L *= tl.exp2(tl.where(o_c[:, None] > o_c[None, :], b_G[:, None] - b_G[None, :], float("-inf")))
+        else:
+            b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0)
+        b_A = inverse_64(b_L, MERGE, DOT != tl.float32) * b_beta[None, :]
+        b_A = _half_of(b_A) if DOT != tl.float32 else b_A
+        tl.store(A + head * 64 + (o_c[:, None] * (H * 64) + o_c[None, :]), b_A, mask=seen[:, None])
 
 
 @triton.jit
@@ -141,6 +158,17 @@ def _decays(G, i_b, i_h, i_c, T, H, N, DECAYS: tl.constexpr):
 def _unit(most):
     """What to divide by so that numbers up to `most` fit fp16 with room above and as much as there can be below."""
     return tl.maximum(most, 1e-30) * 0.00006103515625  # 2^-14
+
+
+@triton.jit
+def solved(b_A, b_x, DOT: tl.constexpr, PREC: tl.constexpr):
+    """b_A b_x in fp32, b_A as it was loaded: in fp16, with b_x over a unit that suits its largest element, unless all is fp32."""
+    if DOT == tl.float32:
+        b_y = tl.dot(b_A.to(DOT), b_x, input_precision=PREC)
+    else:
+        unit = _unit(tl.max(tl.abs(b_x)))
+        b_y = tl.dot(b_A, (b_x * (1.0 / unit)).to(tl.float16)) * unit
+    return b_y
 
 
 @triton.jit
@@ -213,14 +241,18 @@ def forward_kernel(
         if not EYE:
             b_vn = v.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32)
         if DELTA:
-            b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64).to(DOT)
+            b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
             b_vn = -b_u if EYE else b_vn - b_u
-            b_vn = tl.dot(b_A, b_vn.to(DOT), input_precision=PREC)
+            if DOT == tl.float32:
+                b_vn = tl.dot(b_A.to(DOT), b_vn, input_precision=PREC)
+            else:  # of order 1: a unit as in reverse would take 0.03 ms of 0.33
+                b_vn = tl.dot(b_A, _half_of(b_vn))
         if OUT:
             b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
             if DECAYS:
-                b_p *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-            b_p = tl.where(causal, b_p, 0.0)
+                b_p *= tl.exp2(tl.where(causal, b_G[:, None] - b_G[None, :], float("-inf")))
+            else:
+                b_p = tl.where(causal, b_p, 0.0)
             b_o += tl.dot(b_p.to(DOT), b_vn.to(DOT), input_precision=PREC)
             _store_rows(o, b_o * scale, i_b, i_h, t0, v0, T, H, V, BV)
         if DELTA and STATES:
@@ -262,17 +294,14 @@ def reverse_kernel(
             b_pT = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # computed transposed: rows are keys
             b_dvn = tl.dot(b_k, b_dS16, input_precision=PREC)
             if DECAYS:
-                b_pT *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
+                b_pT *= tl.exp2(tl.where(anticausal, b_G[None, :] - b_G[:, None], float("-inf"))) * scale
                 b_dvn *= r[:, None]
-            b_pT = tl.where(anticausal, b_pT * scale, 0.0)  # instead of dO, which so is an operand as it was loaded
+            else:
+                b_pT = tl.where(anticausal, b_pT * scale, 0.0)
             b_dvn = tl.dot(b_pT.to(DOT), b_do, b_dvn, input_precision=PREC)
             if DELTA:
                 b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
-                if DOT == tl.float32:
-                    b_dvn = tl.dot(tl.trans(b_A).to(DOT), b_dvn, input_precision=PREC)
-                else:
-                    unit = _unit(tl.max(tl.abs(b_dvn)))
-                    b_dvn = tl.dot(tl.trans(b_A), (b_dvn * (1.0 / unit)).to(tl.float16)) * unit
+                b_dvn = solved(tl.trans(b_A), b_dvn, DOT, PREC)
             if OUT:
                 _store_rows(dv, b_dvn, i_b, i_h, t0, v0, T, H, V, BV)
         if DECAYS:
@@ -369,20 +398,22 @@ def inputs_kernel(
         dp = tl.dot(b_do, tl.trans(b_vn), dp, input_precision=PREC)
         if DELTA:
             dl = tl.dot(b_x, tl.trans(b_vn), dl, input_precision=PREC)
-    gamma = tl.where(o_c[:, None] >= o_c[None, :], 1.0, 0.0)
+    causal = o_c[:, None] >= o_c[None, :]
     if DECAYS:
-        gamma *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-    # Scaled before it is rounded, here and below: in dG the two cancel to the last bit, or leave 6e-2 of error.
-    dp *= gamma * scale
+        gamma = tl.exp2(tl.where(causal, b_G[:, None] - b_G[None, :], float("-inf")))
+    else:
+        gamma = tl.where(causal, 1.0, 0.0)
+    dp *= gamma
     unit, per_unit = 1.0, 1.0
     if DELTA:  # Vn = (diag(1 / beta) + M)^-1 U, so that dbeta is the diagonal of X Vn^T over beta^2
         b_dbeta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], dl, 0.0), axis=1)
-        dl = tl.where(o_c[:, None] > o_c[None, :], -dl * gamma, 0.0)
+        dl = tl.where(o_c[:, None] == o_c[None, :], 0.0, dl * gamma)
         if LOW != tl.float32:
-            unit = _unit(tl.max(tl.maximum(tl.abs(dp), tl.abs(dl))))
+            unit = _unit(tl.max(tl.maximum(tl.abs(dp), tl.abs(dl))) * tl.maximum(tl.abs(scale), 1.0))
             per_unit = 1.0 / unit
-        dl = (dl * per_unit).to(LOW)
-    dp = (dp * per_unit).to(LOW)
+        dl = (dl * -per_unit).to(LOW)
+    # Scaled before it is rounded, here and below: in dG the two cancel to the last bit, or leave 6e-2 of error.
+    dp = (dp * (scale * per_unit)).to(LOW)
     # Columns, computed as rows of the transpose: what reaches k_j, whose decay falls with j.
     dpT = tl.zeros([64, 64], dtype=tl.float32)
     if DELTA:
@@ -396,12 +427,14 @@ def inputs_kernel(
             if NV > 1:
                 b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
             dlT = tl.dot(b_vn, tl.trans(b_x), dlT, input_precision=PREC)
-    gamma = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0)
+    anticausal = o_c[:, None] <= o_c[None, :]
     if DECAYS:
-        gamma *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
-    dpT = (dpT * (gamma * scale) * per_unit).to(LOW)
+        gamma = tl.exp2(tl.where(anticausal, b_G[None, :] - b_G[:, None], float("-inf")))
+    else:
+        gamma = tl.where(anticausal, 1.0, 0.0)
+    dpT = (dpT * gamma * (scale * per_unit)).to(LOW)
     if DELTA:
-        dlT = (tl.where(o_c[:, None] < o_c[None, :], -dlT * gamma, 0.0) * per_unit).to(LOW)
+        dlT = (tl.where(o_c[:, None] == o_c[None, :], 0.0, dlT * gamma) * -per_unit).to(LOW)
     if DECAYS:
         of_q, of_p, of_k = (e * (scale * per_unit))[:, None], -(e * per_unit)[:, None], (r * per_unit)[:, None]
     else:
@@ -416,32 +449,36 @@ def inputs_kernel(
         b_q = _rows(q, i_b, i_hk, t0, k0, T, s_q, K, BKB).to(DOT)
         b_k = _rows(k, i_b, i_hk, t0, k0, T, s_k, K, BKB).to(DOT)
         g_q = tl.zeros([64, BKB], dtype=tl.float32)
-        g_p = tl.zeros([64, BKB], dtype=tl.float32)
-        g_m = tl.zeros([64, BKB], dtype=tl.float32)
         for i_v in tl.static_range(NV):
             if NV > 1:
                 b_do = _rows(do, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
-                b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
-                if DELTA:
-                    b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
             b_S = _state(h, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
             b_dS = _state(dh, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
-            g_q = tl.dot(b_do, tl.trans(b_S), g_q, input_precision=PREC)
-            if DELTA:
-                g_p = tl.dot(b_x, tl.trans(b_S), g_p, input_precision=PREC)
             if DG:
                 b_SS = tl.dot(b_S, tl.trans(b_dS), input_precision=PREC)  # its trace is <S, dS>
                 b_trace += tl.sum(tl.where(diagonal, b_SS, 0.0), axis=1)
-            g_m = tl.dot(b_vn, tl.trans(b_dS), g_m, input_precision=PREC)
+            g_q = tl.dot(b_do, tl.trans(b_S), g_q, input_precision=PREC)
         low_q, low_k = b_q.to(LOW), b_k.to(LOW)  # not sooner: spills
         g_q = tl.dot(dp, low_k, g_q * of_q, input_precision=PREC)
         if DG:
             b_dG += tl.sum(g_q * b_q.to(tl.float32), axis=1)
         _store_rows(dq, g_q * unit, i_b, i_h, t0, k0, T, H, K, BKB)
+        g_p = tl.zeros([64, BKB], dtype=tl.float32)
         if DELTA:
+            for i_v in tl.static_range(NV):
+                if NV > 1:
+                    b_x = _rows(dv, i_b, i_h, t0, i_v * BV, T, s_do, V, BV).to(DOT)
+                    b_S = _state(h, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
+                g_p = tl.dot(b_x, tl.trans(b_S), g_p, input_precision=PREC)
             g_p = tl.dot(dl, low_k, g_p * of_p, input_precision=PREC)
             if DG:
                 b_dG += tl.sum(g_p * b_k.to(tl.float32), axis=1)
+        g_m = tl.zeros([64, BKB], dtype=tl.float32)
+        for i_v in tl.static_range(NV):
+            if NV > 1:
+                b_vn = _rows(vn, i_b, i_h, t0, i_v * BV, T, s_vn, V, BV).to(DOT)
+                b_dS = _state(dh, i_b, i_h, i_c, k0, i_v * BV, H, N, K, V, BKB, BV).to(DOT)
+            g_m = tl.dot(b_vn, tl.trans(b_dS), g_m, input_precision=PREC)
         g_m *= of_k
         if DG:
             b_end += tl.sum(g_m * b_k.to(tl.float32), axis=1)
@@ -502,7 +539,7 @@ class Plan:
 
     def __init__(self, B, T, H, Hk, K, V, delta, table, types):
         self.B, self.T, self.H, self.K, self.V, self.R, self.N = B, T, H, K, V, H // Hk, triton.cdiv(T, C)
-        self.BK, self.delta, self.table = max(16, triton.next_power_of_2(K)), delta, table
+        self.BK, self.delta, self.table, self.launches = max(16, triton.next_power_of_2(K)), delta, table, {}
         self.common = types | {"R": self.R, "DELTA": delta}
         self.prepare = table["prepare"] | types | {"R": self.R, "K": K, "BK": self.BK, "DELTA": delta, "MERGE": MERGE}
         self.forward, self.keep, self.reverse = (self.scan(kernel, V) for kernel in ("forward", "keep", "reverse"))
@@ -518,6 +555,18 @@ class Plan:
         wanted = min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
         self.chunks = triton.cdiv(self.N, wanted) if wanted > 1 else self.N
         self.slices = triton.cdiv(self.N, self.chunks)
+
+    def launch(self, kernel, options, **flags):
+        """The launch of a kernel with these options, a dict of the plan's, and flags: put together once."""
+        key = id(options), *flags.values()
+        if key not in self.launches:
+            self.launches[key] = launch(kernel, **options, **flags)
+        return self.launches[key]
+
+    def ends(self, device):
+        """Room for the state at the end of each slice."""
+        shape = (self.B, self.H, self.K, self.V) if self.slices == 1 else (self.slices, self.B, self.H, self.K, self.V)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     def scan(self, kernel, columns):
         """Options of a scan over `columns` of V; NV programs a sequence and head."""
@@ -556,17 +605,17 @@ def _decay_mode(g, starts):
 
 def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
     """Output, final state, and for the backward A', G, each chunk's S and Vn, and the slices' transitions. None are A' and Vn
-    without beta, S and Vn unless `keep`, and the transitions of one slice."""
+    without beta, S and Vn unless `keep`, G of constant decays, and the transitions of one slice."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     q, k, v = ready(q), _by_token(k), ready(v)
     A = torch.empty(s.B, s.T, s.H, C, dtype=_half(q.dtype), device=q.device) if s.delta else None
-    G = g * LOG2_E if mode == 2 else torch.empty(s.B * s.H, s.N, C, dtype=torch.float32, device=q.device)
+    G = g if mode == 2 else torch.empty(s.B * s.H, s.N, C, dtype=torch.float32, device=q.device)
     if s.delta or mode == 1:
         gates = G if g is None else g.contiguous(), beta.contiguous() if s.delta else G, G if starts is None else starts
-        prepare = launch(prepare_kernel, HAS_G=g is not None, HAS_STARTS=starts is not None, **s.prepare)
+        prepare = s.launch(prepare_kernel, s.prepare, HAS_G=g is not None, HAS_STARTS=starts is not None)
         prepare(s.N * s.B * s.H, k, *gates, A if s.delta else G, G, s.T, s.H, s.N, k.stride(1))
     o, hT, h, vn, M = _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep)
-    return o, hT, A, G, h, vn, M
+    return o, hT, A, None if mode == 2 else G, h, vn, M
 
 
 def _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep=False):
@@ -576,26 +625,26 @@ def _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep=False):
         h0, M = _slice_starts(s, k_tile, v, A, G, h0, mode)
     options = s.keep if keep else s.forward
     o = torch.empty(s.B, s.T, s.H, s.V, dtype=v.dtype, device=v.device)
-    hT = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
+    hT = s.ends(v.device)
     h = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=q.dtype, device=q.device) if keep else None
     vn = torch.empty(s.B, s.T, s.H, s.V, dtype=q.dtype, device=q.device) if keep and s.delta else None
     q_tile, v_tile = tile(q, [C, s.BK]), tile(v, [C, options["BV"]])
-    scan = launch(forward_kernel, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode, **options)
+    scan = s.launch(forward_kernel, options, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode)
     scan(
         options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, v_tile, tile(A, [C, C]) if s.delta else v_tile, G, o,
         o if h is None else h, o if vn is None else vn, hT if h0 is None else h0, hT, scale, s.B, s.T, s.H, s.N, s.chunks,
     )  # fmt: skip
-    return o, hT[-1], h, vn, M
+    return o, hT if s.slices == 1 else hT[-1], h, vn, M
 
 
 def _slice_starts(s, k_tile, v, A, G, h0, mode):
     """The state before each slice (slices, B, H, K, V), from what each adds to zero and the matrix M by which it carries one on."""
-    local = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=v.device)
+    local = s.ends(v.device)
     A_tile = tile(A, [C, C]) if s.delta else k_tile
 
     def scan(out, options, eye):
         v_tile = k_tile if eye else tile(v, [C, options["BV"]])
-        one = launch(forward_kernel, HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode, **options)
+        one = s.launch(forward_kernel, options, HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode)
         n, sizes = options["NV"] * s.B * s.H * s.slices, (s.B, s.T, s.H, s.N, s.chunks)
         one(n, k_tile, k_tile, v_tile, A_tile, G, out, out, out, out, out, 0.0, *sizes)
         return out
@@ -643,8 +692,8 @@ def _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=False):
     A_tile = tile(A, [C, C]) if s.delta else do_tile
 
     def scan(start, out):
-        before = torch.empty(s.slices, s.B, s.H, s.K, s.V, dtype=torch.float32, device=do.device)
-        one = launch(reverse_kernel, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode, **options)
+        before = s.ends(do.device)
+        one = s.launch(reverse_kernel, options, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode)
         one(
             options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, do_tile, A_tile, G, dv, dv if dh is None else dh,
             before if start is None else start, before, scale, s.B, s.T, s.H, s.N, s.chunks,
@@ -657,13 +706,15 @@ def _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=False):
         behind[-1] = 0.0 if dhT is None else dhT
         _carry(M.mT, behind, local, range(s.slices - 1, 0, -1), -1)
         dhT = behind
-    return dv, scan(dhT, True)[0], dh
+    before = scan(dhT, True)
+    return dv, before if s.slices == 1 else before[0], dh
 
 
 def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted):
     """dq, dk, dv, dbeta and dg as one tensor (2, B, T, H), each written where there is such an input, dh0."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     B, T, H, K = s.B, s.T, s.H, s.K
+    G = g if mode == 2 else G
     q, k, v, do = _by_token(q), _by_token(k), _by_token(v), ready(do.contiguous())
     dhT = None if dhT is None else dhT.contiguous()
     if h is None:  # Linear attention whose decay needs no gradient: its forward, with the inputs in other places.
@@ -678,7 +729,7 @@ def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale,
     gates = torch.empty(2, B, T, H, dtype=torch.float32, device=q.device)
     vn = vn if s.delta else v
     g, beta = g.contiguous() if dg_wanted else G, beta.contiguous() if s.delta else G
-    launch(inputs_kernel, DECAYS=mode, DG=dg_wanted, **s.inputs)(
+    s.launch(inputs_kernel, s.inputs, DECAYS=mode, DG=dg_wanted)(
         s.N * B * H, q, k, do, vn, dv, h, dh, G, g, beta, dq, dk, gates, scale, T, H, s.N, q.stride(1), k.stride(1),
         vn.stride(1), B * T * H,
     )  # fmt: skip
@@ -694,7 +745,7 @@ def _forward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """A custom operator's results are all tensors: those that are None have no size here."""
     outputs = _forward_pass(q, k, v, g, beta, h0, starts, scale, keep)
-    return [q.new_empty(0, dtype=torch.float32 if i == 6 else None) if x is None else x for i, x in enumerate(outputs)]
+    return [q.new_empty(0, dtype=torch.float32 if i in (3, 6) else None) if x is None else x for i, x in enumerate(outputs)]
 
 
 @_forward.register_fake
@@ -708,7 +759,7 @@ def _(q, k, v, g, beta, h0, starts, scale, keep):
         v.new_empty(v.shape),
         v.new_empty(s.B, s.H, s.K, s.V, **wide),
         q.new_empty((s.B, s.T, s.H, C) if s.delta else 0, dtype=_half(q.dtype) if s.delta else q.dtype),
-        q.new_empty(s.H, **wide) if mode == 2 else q.new_empty(s.B * s.H, s.N, C, **wide),
+        q.new_empty((0,) if mode == 2 else (s.B * s.H, s.N, C), **wide),
         q.new_empty((s.B * s.H, s.N, s.K, s.V) if keep else 0),
         q.new_empty((s.B, s.T, s.H, s.V) if keep and s.delta else 0),
         q.new_empty(M, **wide),
@@ -746,7 +797,8 @@ def _differentiate(ctx, do, dhT, backward=_backward):
     do = torch.zeros_like(v) if do is None else do
     wanted = ctx.needs_input_grad[3]
     dq, dk, dv, gates, dh0 = backward(q, k, v, g, beta, h0, starts, *kept, do, dhT, ctx.scale, wanted)
-    dg, dbeta = gates[1].to(g.dtype) if wanted else None, None if beta is None else gates[0].to(beta.dtype)
+    dbeta, dg = (None, None) if beta is None and not wanted else gates.unbind()
+    dg, dbeta = dg.to(g.dtype) if wanted else None, None if beta is None else dbeta.to(beta.dtype)
     return dq, dk, dv, dg, dbeta, dh0 if ctx.needs_input_grad[5] else None, None, None, None
 
 
@@ -763,6 +815,12 @@ def supports(q, k, v, g=None, beta=None, **_):
     if g is not None and g.ndim == 4:
         return "a decay per key channel"
     return None
+
+
+@shared_by_layers
+def _constant(g):
+    """What kernels read of constant decays: in powers of 2, and no less than is forgotten at once."""
+    return g.float().clamp(min=FORGOTTEN) * LOG2_E
 
 
 @shared_by_layers
@@ -783,7 +841,7 @@ def _run(q, k, v, g, beta, scale, initial_state, segment_ids):
     if g is not None and g.ndim == 1 and (starts is not None or g.requires_grad):
         g = g.expand(v.shape[:3])
     if g is not None:
-        g = g.float().clamp(min=FORGOTTEN) if g.ndim == 1 else g if valid is None else g * valid[..., None]
+        g = _constant(g) if g.ndim == 1 else g if valid is None else g * valid[..., None]
     h0 = None if initial_state is None else initial_state.to(torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     k, v_wide = k.to(q.dtype), v.shape[-1]

@@ -44,5 +44,5 @@ def cases(architecture):
                 flags = [n.lower() for n in ("OUT", "STATES", "EYE", "HAS_STARTS", "HAS_DHT") if case[2].get(n)]
                 rule = "delta" if delta else "linear"
                 name = " ".join((kernel.removesuffix("_kernel"), str(dtype).removeprefix("torch."), rule, gate, *flags))
-                # With Triton 3.6, by which they are timed, 80 B and 1116 B at most; with 3.9 as many as 250 B and 600 B.
-                yield name, *case, 250 if kernel in SCANS else 1200
+                # With Triton 3.6, by which they are timed, 144 B and 792 B at most; with 3.9 as many as 268 B and 620 B.
+                yield name, *case, 270 if kernel in SCANS else 800

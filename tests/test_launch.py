@@ -1,13 +1,15 @@
 """Launches of kept kernels: never one that Triton compiled for other arguments."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
-from triton import JITFunction
+from triton import JITFunction, knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.knobs import HookChain
 from triton_cases import DEVICE, delta_inputs, relative_error
 
 import kernels
@@ -19,13 +21,24 @@ def add(x, y, n, scale, tile, SIZE, FLAG):
 
 
 class Compiled:
-    """Of one specialization and device, as Triton makes it; `calls` is what it was launched with since."""
+    """Of one specialization and device, as Triton makes it; `calls` is what it was launched with since, `heard` those of them that
+    Triton's hooks heard of."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.heard = [], []
+
+    def run(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args):
+        assert (function, packed_metadata, launch_metadata, enter_hook, exit_hook) == ("function", "metadata", None, None, None)
+        self.calls.append(((x, y, z), args, stream))
 
     def __getitem__(self, grid):
-        return lambda *args, stream: self.calls.append((grid, args, stream))
+        def run(*args, stream):
+            self.calls.append((grid, args, stream))
+            self.heard.append(self.calls[-1])
+
+        return run
 
 
 class Driver:
@@ -72,6 +85,57 @@ def test_a_kept_kernel_gets_the_same_arguments(triton_runs):
     assert len(runs) == 1 and runs[0][1] == {"grid": (5,), "warmup": False, "FLAG": True, "SIZE": 64, "num_warps": 4}
     ((grid, given, stream),) = runs[0][2].calls
     assert grid == (6, 1, 1) and stream == 0 and all(a is b for a, b in zip(given, [*args, 64, True], strict=True))
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_hear_of_launches(name, triton_runs, monkeypatch):
+    runs, _ = triton_runs
+    one, args = new_launch(), arguments()
+    for _ in range(2):
+        one(1, *args)
+    chain = HookChain()
+    for hook in (chain, lambda metadata: None, None):
+        monkeypatch.setattr(knobs.runtime, name, hook)
+        one(1, *args)
+    chain.add(print)
+    monkeypatch.setattr(knobs.runtime, name, chain)
+    one(1, *args)
+    assert len(runs) == 1 and len(runs[0][2].calls) == 5 and len(runs[0][2].heard) == 2
+
+
+def test_a_direct_operator_is_differentiated_once():
+    """As with a custom operator, a gradient for create_graph is given, and differentiating it is refused."""
+    square = launch.direct(
+        lambda x: (x * x,),
+        lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy,
+    )
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    (dx,) = torch.autograd.grad((square(x) * w).sum(), x)
+    assert torch.equal(dx, 2 * torch.ones(3)) and not dx.requires_grad
+    (dx,) = torch.autograd.grad((square(x) * w).sum(), x, create_graph=True)
+    assert torch.equal(dx, 2 * torch.ones(3)) and dx.requires_grad
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
+def test_results_live_as_long_as_their_tensor():
+    """Of several tensors in turn, as layers have constants of their own; nothing is left of one that died, or was written to."""
+    seen = []
+
+    @launch.shared_by_layers
+    def double(x):
+        seen.append(x[0].item())
+        return 2 * x
+
+    first, second = torch.ones(2), torch.full((2,), 3.0)
+    results = [double(x) for x in (first, second) * 3]
+    assert seen == [1, 3] and all(a is b for a, b in zip(results, results[:2] * 3, strict=True))
+    first.mul_(5)
+    assert double(first)[0] == 10 and double(first)[0] == 10 and double(second) is results[1] and seen == [1, 3, 5]
+    ghosts = [weakref.ref(double(x)) for x in (first, second)]
+    del first, second, results
+    assert [ghost() for ghost in ghosts] == [None, None]
 
 
 CHANGES = {

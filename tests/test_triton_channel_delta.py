@@ -7,7 +7,7 @@ import triton.language as tl
 from triton_cases import DEVICE, LENGTHS, delta_inputs, documents, outputs, relative_error
 
 import kernels
-from kernels import eager, triton_channel_delta
+from kernels import eager, triton_channel_delta, triton_recurrence
 
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="fp32 products run in the interpreter only; the tests in bf16 run here")
 
@@ -154,7 +154,7 @@ def test_in_fp16(gate, poisoned, monkeypatch):
 @triton.jit
 def solved_kernel(a, x, y, DOT: tl.constexpr):
     o = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(y + o, triton_channel_delta._solved(tl.load(a + o), tl.load(x + o), DOT, "tf32"))
+    tl.store(y + o, triton_recurrence.solved(tl.load(a + o), tl.load(x + o), DOT, "tf32"))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e-6, 1e6, 1e20])
