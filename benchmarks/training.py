@@ -1,11 +1,11 @@
 """`bench.py train`: tokens per second of whole training steps, beside nanoGPT's model and flash-linear-attention's.
 
-A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device. On GPUs
-each model and length has a process of its own: several a GPU compile side by side and take the first step, then wait and are
-measured one at a time, with nothing else running on their GPU. Where time is short, `--patience` measures what is ready before all
-are, and `--limit` leaves out what is not. What is known is printed and written at once. Ours are named by
-recipes or layer patterns; nanoGPT's is the model.py in the folder `--nanogpt`. Under torchrun ours alone are measured, on all its
-processes: see scaling.py.
+A step is train.py's: forward under autocast, backward, clipping, fused AdamW, on tokens that are already on the device; as there,
+the host does not wait for a GPU between steps. On GPUs each model and length has a process of its own: several a GPU compile side
+by side and take the first step, then wait and are measured one at a time, with nothing else running on their GPU. Where time is
+short, `--patience` measures what is ready before all are, `--limit` leaves out what is not, and `--cold=first` lets a model's other
+lengths find what its first has compiled. What is known is printed and written at once. Ours are named by recipes or layer patterns;
+nanoGPT's is the model.py in the folder `--nanogpt`. Under torchrun ours alone are measured, on all its processes: see scaling.py.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ from benchmarks.measure import (
     write_report,
 )  # fmt: skip
 from benchmarks.operators import one_line
+from benchmarks.peers import THREADS, tune_quickly
 from benchmarks.scaling import processes, scaling
 from configurator import ConfigError, TrainConfig
 from model import Model, format_bytes
@@ -56,6 +57,8 @@ SIZES = {  # of a layer pattern, and of the peers
 }
 NANOGPT, FLA = "nanogpt", "fla"
 PRINTED = 8  # kernels of a profile; the file has more
+LONGEST = 4.0  # seconds of timed steps, if that leaves at least LEAST
+LEAST = 5
 ALONE = ("nanogpt", "fla", "devices", "processes", "patience", "limit", "cold", "profile", "plot")  # settings without torchrun
 SEVERAL = (
     "parallel",
@@ -78,7 +81,7 @@ class TrainBenchConfig(BenchConfig):
     batch_tokens: int | None = Field(None, ge=1, description="tokens of a micro-batch at every length; none: 65536, 256 on a CPU")
     batch_size: int | None = Field(None, ge=1, description="sequences of a micro-batch, instead of batch_tokens")
     size: Literal["124m", "tiny"] | None = Field(None, description="of layer patterns and peers; none: tiny on a CPU")
-    steps: int = Field(20, ge=1, description="timed steps; the median counts")
+    steps: int = Field(20, ge=1, description="timed steps, fewer where they take seconds; the median counts")
     compile: bool | None = Field(None, description="torch.compile; none: on a GPU, where nothing but DDP is between its layers")
     bias: bool = Field(False, description="biases in the linear layers, ours and nanoGPT's, whose speed runs have none")
     nanogpt: str | None = Field(None, description="folder of a nanoGPT checkout, to measure its model too")
@@ -92,7 +95,9 @@ class TrainBenchConfig(BenchConfig):
     )
     limit: float | None = Field(None, gt=0, description="seconds until models that have not taken a first step are left out")
     cold: Literal["all", "first", "none"] = Field(
-        "all", description="compile from nothing, for the time to the first step: each, those of the first length, or none"
+        "all",
+        description="compile from nothing, for the time to the first step: each, those of the first length, which the same model's "
+        "other lengths wait for, or none",
     )
     profile: bool = Field(False, description="which kernels take the time of a step")
     plot: bool = Field(True, description="draw time per token against the length (train.png) if there are several")
@@ -198,9 +203,13 @@ def nanogpt(job, device):
 
 
 def fla(job, device):
+    os.environ.setdefault("FLA_FLASH_QLA", "0")  # its own kernels, not FlashQLA's, which take minutes to compile
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # another length finds its choices on disk
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
     s = SIZES[job.size]
+    tune_quickly(threading.Semaphore(THREADS), threading.Event())
+    torch._dynamo.config.suppress_errors = True  # what of it cannot be compiled runs as it is
     model = GatedDeltaNetForCausalLM(
         GatedDeltaNetConfig(
             hidden_size=s["n_embd"], num_hidden_layers=s["n_layer"], num_heads=s["n_head"], head_dim=s["n_embd"] // s["n_head"],
@@ -212,23 +221,44 @@ def fla(job, device):
     return _peer(model, lambda tokens, labels: run(input_ids=tokens, labels=tokens).loss, optimizer, job, "gdn")
 
 
+def step_seconds(call, steps, device):
+    """Seconds of each of several calls. On a GPU they follow one another without the host waiting, as in training."""
+    if device.type != "cuda":
+        return [timed(call, device) for _ in range(steps)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+
+
 class Steps:
-    """The training steps of a job: the first is taken when they are made, and how long that took is `first`."""
+    """The training steps of a job. `start` makes the model and takes the first; how long that took is `first`."""
 
     def __init__(self, job):
-        self.job, self.device = job, torch.device(job.device)
+        self.job, self.device, self.model, self.first = job, torch.device(job.device), None, None
+        self.half = torch.bfloat16 if self.device.type == "cuda" else None
+
+    def start(self):
+        began = time.perf_counter()
+        if self.model is None:
+            self._build()
+        self()
+        synchronize(self.device)
+        self.first = time.perf_counter() - began
+
+    def _build(self):
+        job = self.job
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         torch.manual_seed(job.seed)
         torch.set_float32_matmul_precision("high")  # as nanoGPT does; ours has no fp32 products of size
-        self.half = torch.bfloat16 if self.device.type == "cuda" else None
-        began = time.perf_counter()
-        self.model, self.loss, self.finish, self.flops = {NANOGPT: nanogpt, FLA: fla}.get(job.item, ours)(job, self.device)
+        model, self.loss, self.finish, self.flops = {NANOGPT: nanogpt, FLA: fla}.get(job.item, ours)(job, self.device)
         tokens = torch.randint(SIZES[job.size]["vocab_size"], (job.batch, job.T + 1), device=self.device)
         self.tokens, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self()
-        synchronize(self.device)
-        self.first = time.perf_counter() - began
+        self.model = model
 
     def __call__(self):
         with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
@@ -241,10 +271,10 @@ class Steps:
         job, on_gpu = self.job, self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        for _ in range(min(3, job.steps - 1)):
-            self()
-        seconds = statistics.median(timed(self, self.device) for _ in range(job.steps))
-        row = {"ms": 1e3 * seconds, "tokens_per_s": job.batch * job.T / seconds}
+        usual = min([timed(self, self.device) for _ in range(min(3, job.steps - 1))], default=0.0)
+        steps = job.steps if usual * job.steps <= LONGEST else min(job.steps, max(LEAST, int(LONGEST / usual)))
+        seconds = statistics.median(step_seconds(self, steps, self.device))
+        row = {"ms": 1e3 * seconds, "tokens_per_s": job.batch * job.T / seconds, "steps": steps}
         row["parameters"] = sum(p.numel() for p in self.model.parameters())
         if on_gpu:
             row["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
@@ -253,10 +283,10 @@ class Steps:
         return row | ({"profile": kernel_times(self, self.device)} if job.profile else {})
 
 
-def attempt(work, job):
-    """(work(job), None), or (None, {"error": a line}): out of memory, a peer that is missing."""
+def attempt(work, *arguments):
+    """(work(*arguments), None), or (None, {"error": a line}): out of memory, a peer that is missing."""
     try:
-        return work(job), None
+        return work(*arguments), None
     except Exception as e:
         again = {"again": True} if isinstance(e, torch.OutOfMemoryError) else {}  # others were on the GPU
         failure = {"error": one_line(e)} | again
@@ -266,68 +296,92 @@ def attempt(work, job):
     return None, failure
 
 
+def started(steps):
+    """None, or why the first step could not be taken."""
+    _, failure = attempt(steps.start)
+    if failure is not None and steps.model is not None:
+        steps.model.zero_grad()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for the others
+    return failure
+
+
+def measured(steps):
+    """What is known of steps that have been taken, or may be: the rest of their row."""
+    failure = None if steps.first is not None else started(steps)
+    figures, failure = attempt(steps.measure) if failure is None else (None, failure)
+    return figures if failure is None else {"error": failure["error"]}
+
+
 def measure(job):
     """The row of a job, at once."""
-    steps, failure = attempt(Steps, job)
-    figures, failure = attempt(Steps.measure, steps) if failure is None else (None, failure)
-    return job.row | ({"first_step_s": steps.first} | figures if failure is None else {"error": failure["error"]})
+    steps = Steps(job)
+    figures = measured(steps)
+    return job.row | ({} if steps.first is None else {"first_step_s": steps.first}) | figures
 
 
 def serve(pipe, job):
     """In a process of its own: the first step, and what it took; when asked, the rest of the row."""
     if job.cache is not None:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": job.cache, "TRITON_CACHE_DIR": os.path.join(job.cache, "triton")}
-    steps, failure = attempt(Steps, job)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # for the others
+    steps = Steps(job)
+    failure = started(steps)
     early = {"first_step_s": steps.first if job.cold else None} if failure is None else failure
     with contextlib.suppress(EOFError, OSError):  # the parent ended
         pipe.send(early)
         pipe.recv()
-        if failure is not None:
-            steps, failure = attempt(Steps, job)
-        figures, failure = attempt(Steps.measure, steps) if failure is None else (None, failure)
-        pipe.send(figures if failure is None else {"error": failure["error"]})
+        pipe.send(measured(steps))
 
 
 def on_device(jobs, processes, patience, limit, known):
     """Do one GPU's jobs: `known(job, figures)` is told of the first steps, taken side by side, then of each row, measured alone.
 
     Rows are measured when all have taken their first step; after `patience` seconds as they are ready, the other processes stopped
-    meanwhile. What has taken none after `limit` seconds is left out. Either may be None.
+    meanwhile, which does not count as time to their first step. What has taken none after `limit` seconds is left out. Either may
+    be None. What finds in its cache what another job compiles starts after that one's first step.
     """
     spawn, busy, ready, children = multiprocessing.get_context("spawn"), {}, [], []
-    waiting = sorted(reversed(jobs), key=lambda job: job.item == FLA)  # the last is the next; fla tunes too, so begin with it
-    began = time.monotonic()
+    waiting = sorted(jobs, key=lambda job: job.item != FLA)  # fla tunes too, so begin with it
+    began, stopped = time.monotonic(), 0.0
 
     def left(seconds):
         return math.inf if seconds is None else began + seconds - time.monotonic()
 
-    def start(job):
+    def start_next():
+        """Whether there was one to start."""
+        filled = {job.cache for job, *_ in busy.values() if job.cold}
+        job = next((job for job in waiting if job.cold or job.cache not in filled), None)
+        if job is None:
+            return False
+        waiting.remove(job)
         mine, theirs = spawn.Pipe()
         child = spawn.Process(target=serve, args=(theirs, job))
         child.start()
         theirs.close()
         children.append(child)
-        busy[mine] = job, child
+        busy[mine] = job, child, stopped
+        return True
 
-    def receive(pipe, job):
+    def receive(pipe, job, halted=0.0):
         try:
             figures = pipe.recv()
         except (EOFError, OSError):
             figures = {"error": "its process ended"}
+        if figures.get("first_step_s"):
+            figures["first_step_s"] -= halted
         known(job, {name: value for name, value in figures.items() if name != "again"})
         return "error" not in figures or "again" in figures
 
     def tell_others(name):
-        for _, child in busy.values():
+        for _, child, _ in busy.values():
             if child.is_alive():
                 os.kill(child.pid, getattr(signal, name))  # not on Windows
 
     def measure_first():
-        """Of those that are ready."""
+        """Of those that are ready; returns for how many seconds the others were stopped."""
         ready.sort(key=lambda entry: entry[0])
         i, pipe, child = ready.pop(0)
+        since = time.monotonic()
         tell_others("SIGSTOP")
         with contextlib.suppress(OSError):
             pipe.send(True)
@@ -335,39 +389,50 @@ def on_device(jobs, processes, patience, limit, known):
         child.kill()  # which is the quickest way to give its memory back
         child.join()
         tell_others("SIGCONT")
+        return time.monotonic() - since
 
     try:
         while waiting or busy or ready:
-            while waiting and len(busy) < processes:
-                start(waiting.pop())
-            if ready and (not busy or left(patience) <= 0):
-                measure_first()
-                continue
-            until = min(left(limit), left(patience) if left(patience) > 0 else math.inf)
+            while len(busy) < processes and start_next():
+                pass
+            now = bool(ready) and (not busy or left(patience) <= 0)
+            until = 0.0 if now else min(left(limit), left(patience) if left(patience) > 0 else math.inf)
             for pipe in wait(list(busy), None if until == math.inf else max(0.0, until)):
-                job, child = busy.pop(pipe)
-                if receive(pipe, job):
+                job, child, before = busy.pop(pipe)
+                if receive(pipe, job, stopped - before):
                     ready.append((jobs.index(job), pipe, child))
             if left(limit) <= 0:
-                for job in [*waiting, *(job for job, _ in busy.values())]:
+                for job in [*waiting, *(job for job, *_ in busy.values())]:
                     known(job, {"error": f"no first step within limit={limit:g} s"})
-                for _, child in busy.values():
+                for _, child, _ in busy.values():
                     child.kill()
                 waiting.clear()
                 busy.clear()
+            if now:
+                stopped += measure_first()
     finally:
         for child in children:
             child.kill()
 
 
+def shares(jobs, n):
+    """The jobs in n parts of nearly equal size, each in the order of the whole; those of one model mostly are in one part."""
+    models = list(dict.fromkeys(job.item for job in jobs))
+    together, size = sorted(jobs, key=lambda job: models.index(job.item)), math.ceil(len(jobs) / n)
+    parts = [together[i : i + size] for i in range(0, len(jobs), size)]
+    return [sorted(part, key=jobs.index) for part in parts]
+
+
 def side_by_side(jobs, devices, processes, patience, limit, known):
-    """Jobs in order, an equal share to each device: those of one length mostly meet on one GPU."""
-    share = math.ceil(len(jobs) / len(devices))
-    parts = [[job._replace(device=str(device)) for job in jobs[i * share : (i + 1) * share]] for i, device in enumerate(devices)]
+    """Every device's share of the jobs at the same time: models beside each other in the list are mostly measured on one GPU."""
+    parts = [
+        [job._replace(device=str(device)) for job in part]
+        for part, device in zip(shares(jobs, len(devices)), devices, strict=False)
+    ]  # fmt: skip
     threads = str(max(1, (os.cpu_count() or 1) // (processes * len(devices))))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)  # which by default takes all cores, each time
     with ThreadPoolExecutor(len(devices)) as pool:
-        for done in [pool.submit(on_device, part, processes, patience, limit, known) for part in parts if part]:
+        for done in [pool.submit(on_device, part, processes, patience, limit, known) for part in parts]:
             done.result()
 
 
@@ -403,7 +468,7 @@ def _training(config, ranks):
     devices = devices_of(config, ranks)
     on_gpu = devices[0].type == "cuda"
     size, compiled = config.size or ("124m" if on_gpu else "tiny"), on_gpu if config.compile is None else config.compile
-    models = [*patterns(config), *[NANOGPT] * bool(config.nanogpt)]
+    models = [*[NANOGPT] * bool(config.nanogpt), *patterns(config)]  # on one GPU with the first, which should be its equal
     models += [FLA] * (config.fla and not several and on_gpu and importlib.util.find_spec("fla") is not None)
     for item in patterns(config):  # what is wrong with a pattern comes before any measuring
         with torch.device("meta"):
@@ -450,13 +515,16 @@ def with_cache(job, cold, first, folder):
 
 
 def progress(row):
-    """A line about what has become known of a row, and the costliest kernels of its step."""
+    """A line about what has become known of a row, how long its kernels took together, and the costliest of them."""
     model, T, batch, _, ms, rate, mfu, memory, last = _cells(row)
     if "ms" not in row:
         what = last if "error" in row else f"first step {last} s" if last else "compiled"
         return f"{model}, T={T}: {what}"
     lines = [f"{model}, T={T}: {ms} ms, {rate} tokens/s" + (f", MFU {mfu}" if mfu else "") + (f", {memory}" if memory else "")]
-    for kernel in row.get("profile", [])[:PRINTED]:
+    profile = row.get("profile", [])
+    if profile:
+        lines[0] += f", kernels {profile[0]['ms'] / profile[0]['share']:.1f} ms"
+    for kernel in profile[:PRINTED]:
         lines.append(f"{kernel['ms']:9.2f} ms {kernel['share']:6.1%} {kernel['calls']:5} x {kernel['name'][:90]}")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import re
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -268,7 +269,7 @@ def test_train(tmp_path, capsys):
     )
     rows = run(tmp_path, "train", *flags)
     assert [(r["model"], r["T"], r["batch_size"]) for r in rows] == [
-        (model, T, 64 // T) for T in (16, 32) for model in ("gdn attn", "gpt2", "nanogpt")
+        (model, T, 64 // T) for T in (16, 32) for model in ("nanogpt", "gdn attn", "gpt2")
     ]
     assert all(r["ms"] > 0 and r["first_step_s"] > 0 and r["tokens_per_s"] == pytest.approx(64e3 / r["ms"]) for r in rows)
     assert all(r["mfu"] is None for r in rows)
@@ -278,8 +279,8 @@ def test_train(tmp_path, capsys):
         assert sum(kernel["share"] for kernel in row["profile"]) <= 1 + 1e-9 and all(k["calls"] > 0 for k in row["profile"])
     assert (tmp_path / "train.png").stat().st_size > 0
     said = capsys.readouterr().out
-    assert said.index("gdn attn, T=16: ") < said.index("nanogpt, T=32: ") < said.index("model     T ")
-    assert f" x {rows[0]['profile'][0]['name'][:90]}\n" in said
+    assert said.index("nanogpt, T=16: ") < said.index("gpt2, T=32: ") < said.index("model     T ")
+    assert f" x {rows[0]['profile'][0]['name'][:90]}\n" in said and said.count(" tokens/s, kernels ") == len(rows)
 
 
 def test_train_on_several_devices(tmp_path, capsys):
@@ -382,14 +383,90 @@ def test_caches_of_cold_starts():
     assert caches[8:] == [None] * 4 and cold[8:] == [False] * 4
 
 
+def test_what_another_compiles_is_waited_for(monkeypatch):
+    """A model's other lengths start when the first, which fills their cache, has taken its first step; others do not wait."""
+    jobs = [job(item=item, T=T, cache=item, cold=T == 8) for T in (8, 16) for item in ("gdn", "attn")]
+    events = fake_processes(monkeypatch)
+    training.on_device(jobs, 3, None, None, lambda job, figures: events.append(("known", *job[:2])))
+    first = events.index(("known", "gdn", 8))
+    assert events[:2] == [("start", "gdn", 8), ("start", "attn", 8)] and first == 2
+    assert events[3] == ("start", "gdn", 16) and events.index(("start", "attn", 16)) > events.index(("known", "attn", 8))
+
+
+def fake_processes(monkeypatch):
+    """Children that are done one after the other, while somebody waits. Returns the starts."""
+    events, started = [], []
+
+    class Pipe:
+        def close(self):
+            pass
+
+        def send(self, x):
+            pass
+
+        def recv(self):
+            return {"first_step_s": 1.0}
+
+    class Child:
+        def __init__(self, target, args):
+            events.append(("start", *args[1][:2]))
+
+        def start(self):
+            pass
+
+        kill = join = start
+
+        def is_alive(self):
+            return False
+
+    def pair():
+        started.append(Pipe())
+        return started[-1], Pipe()
+
+    context = types.SimpleNamespace(Pipe=pair, Process=Child)
+    monkeypatch.setattr(training.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(training, "wait", lambda pipes, timeout: [p for p in started if p in pipes and timeout != 0][:1])
+    return events
+
+
+def test_time_stopped_is_not_time_to_the_first_step(monkeypatch):
+    """With one model measured, for a second, before the other is ready."""
+    fake_processes(monkeypatch)
+    known, clock = [], iter([0.0, *(x for x in range(100) for _ in range(2))])
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    training.on_device([job(T=8), job(T=16)], 2, 1e-9, None, lambda job, figures: known.append(figures["first_step_s"]))
+    assert known[0] == known[1] == 1.0 and known[2] < 1.0 and len(known) == 4
+
+
+def test_a_step_that_found_no_memory_is_taken_later(monkeypatch):
+    """With the model that is there."""
+    steps, clip = training.Steps(job()), training.Optimizers.clip
+    failing = [torch.OutOfMemoryError("CUDA out of memory")]
+    monkeypatch.setattr(training.Optimizers, "clip", lambda *a: failing and (_ for _ in ()).throw(failing.pop()) or clip(*a))
+    assert training.started(steps)["again"] and steps.first is None
+    model = steps.model
+    assert all(p.grad is None for p in model.parameters())
+    assert training.measured(steps)["ms"] > 0 and steps.model is model and steps.first > 0
+
+
+def test_steps_that_take_seconds_are_few(monkeypatch):
+    steps = training.Steps(job(steps=20))
+    assert training.started(steps) is None
+    monkeypatch.setattr(training, "timed", lambda call, device: 0.5)
+    assert steps.measure()["steps"] == 8
+    monkeypatch.setattr(training, "timed", lambda call, device: 50.0)
+    assert steps.measure()["steps"] == training.LEAST
+
+
 def test_an_equal_share_for_each_device(monkeypatch):
     done = []
     monkeypatch.setattr(training, "on_device", lambda jobs, *rest: done.append(jobs))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    training.side_by_side([job(T=T) for T in (1, 2, 3, 4, 5)], ["cuda:0", "cuda:1"], 2, None, None, None)
-    done.sort(key=lambda part: part[0].T)
-    assert [[(j.T, j.device) for j in part] for part in done] == [
-        [(1, "cuda:0"), (2, "cuda:0"), (3, "cuda:0")], [(4, "cuda:1"), (5, "cuda:1")],
+    jobs = [job(T=T, item=item) for T in (1, 2) for item in ("a", "b", "c")]
+    training.side_by_side(jobs, ["cuda:0", "cuda:1"], 2, None, None, None)
+    done.sort(key=lambda part: part[0].device)
+    assert [[(j.item, j.T, j.device) for j in part] for part in done] == [
+        [("a", 1, "cuda:0"), ("b", 1, "cuda:0"), ("a", 2, "cuda:0")], [("c", 1, "cuda:1"), ("b", 2, "cuda:1"), ("c", 2, "cuda:1")],
     ]  # fmt: skip
 
 
