@@ -965,18 +965,36 @@ class Mamba2(Mixer):
 # Block and model
 
 
+class HalvedLinear(nn.Linear):
+    """The two halves of a linear layer's output, a product each: the gradients of halves of one product are put side by side, in a
+    kernel of 7 of a step's 139 ms (H200). A module of its own, because FSDP gathers the weight when a module is called.
+    """
+
+    def forward(self, x):
+        return tuple(map(F.linear, (x, x), self.weight.chunk(2), (None, None) if self.bias is None else self.bias.chunk(2)))
+
+
 class SwiGLU(nn.Module):
     """`(silu(x W_gate) * (x W_up)) W_down`. Shazeer 2002.05202."""
 
     def __init__(self, config):
         super().__init__()
         width = config.n_ffn or 64 * math.ceil(8 * config.n_embd / 3 / 64)
-        self.gate_up_proj = nn.Linear(config.n_embd, 2 * width, bias=config.bias)
+        self.gate_up_proj = HalvedLinear(config.n_embd, 2 * width, bias=config.bias)
         self.down_proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x)
         return self.down_proj(F.silu(gate) * up)
+
+
+def gelu(x):
+    """GELU's tanh form, x (1 + tanh u) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), which is x sigmoid(2 u)."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    # Compiled as written: 19 and 30 instructions an element forward and backward (sm_90), with the tanh 28 and 37.
+    h, c = x.to(torch.promote_types(x.dtype, torch.float32)), 2 * math.sqrt(2 / math.pi)
+    return (h * torch.sigmoid(h * (c + 0.044715 * c * h * h))).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -991,7 +1009,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         h = self.up_proj(x)
-        return self.down_proj(F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square())
+        return self.down_proj(gelu(h) if self.activation == "gelu" else F.relu(h).square())
 
 
 FFNS = {"swiglu": SwiGLU, "gelu": lambda config: MLP(config, "gelu"), "relu2": lambda config: MLP(config, "relu2")}
@@ -1020,7 +1038,7 @@ def build_mixer(spec, config, layer):
         if value is None and "none" in get_args(known[key].annotation):
             value = "none"  # the grammar reads the word as None
         try:
-            options[key] = TypeAdapter(known[key].annotation).validate_python(value)
+            options[key] = TypeAdapter(known[key].annotation).validate_python(value, strict=True)
         except ValidationError as e:
             problems.append(f"{spec.name}({key}={value}): {e.errors()[0]['msg'][0].lower()}{e.errors()[0]['msg'][1:]}")
     if problems:
@@ -1041,7 +1059,7 @@ def register_from(path):
 class BlockOptions(BaseModel):
     """What any pattern item may say beside its mixer's own options."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     ffn: Literal["swiglu", "gelu", "relu2", "none"]
     residual: Literal["pre", "post", "sandwich", "normed"]
     alpha: float = 1.0

@@ -248,6 +248,18 @@ def test_gates_stay_fp32_under_fsdp_mixed_precision(alone, monkeypatch):
         assert q.dtype == q.grad.dtype == torch.float32 and torch.allclose(p.grad, q.grad.full_tensor(), rtol=2e-2, atol=1e-3), n
 
 
+@pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
+def test_a_layer_that_is_an_ffn_alone_is_gathered(alone, ffn):
+    """Its first matrix is the first module of its group: what is not called is not gathered."""
+    model = tiny_model(f"mlp(ffn={ffn}) gdn")
+    expected = loss_of(model)
+    distributed.shard(model, torch.bfloat16, alone)
+    for _ in range(2):
+        loss = loss_of(model)
+        loss.backward()
+        assert torch.equal(loss, expected)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_layer_without_gradient_hangs_nobody(alone, parallel):
     """The loss does not reach the indexer of sparse attention."""

@@ -7,7 +7,7 @@ from conftest import from_transformers
 import kernels
 from benchmarks.measure import PeakMemory
 from configurator import ConfigError, ModelConfig
-from model import LatentAttention, Model, ModelState, rotary
+from model import LatentAttention, Model, ModelState, gelu, rotary
 
 PATTERNS = [
     "gdn",
@@ -276,6 +276,8 @@ def test_a_full_cache_says_so():
         ("attn(ffn=wide)", "'swiglu', 'gelu', 'relu2' or 'none'"),
         ("attn(alpha=2.0)", "no effect without residual=normed"),
         ("swa(window=0)", "greater than or equal to 1"),
+        ("swa(window=true)", "window=True"),
+        ("attn(gate=yes)", "valid boolean"),
         ("dsa(top_k=0)", "greater than or equal to 1"),
         ("dsa(top_k=4)", "local=16 is more than top_k=4"),
         ("dsa(window=8)", "a selection takes the place of a window"),
@@ -418,3 +420,14 @@ def test_agrees_with_transformers_qwen3_next():
     assert want.std() > 0.1
     assert (got - want).abs().max() < 1e-5
     assert (torch.cat(parts, 1) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 4e-3)])
+def test_gelu_compiled_is_gelu(dtype, tolerance):
+    """To a rounding of its type, in both directions, where the sigmoid saturates too."""
+    x = torch.linspace(-30, 30, 2001, dtype=dtype, requires_grad=True)
+    out = torch.compile(gelu, backend="aot_eager")(x)
+    want = torch.nn.functional.gelu(exact := x.detach().double().requires_grad_(), approximate="tanh")
+    for a, b in ((out, want), *zip(torch.autograd.grad(out.sum(), x), torch.autograd.grad(want.sum(), exact), strict=True)):
+        assert ((a.double() - b).abs() <= tolerance * (1 + b.abs())).all()
+    assert torch.equal(gelu(x), torch.nn.functional.gelu(x, approximate="tanh"))
