@@ -16,6 +16,7 @@ micro-batch. Every command takes a run folder or a checkpoint folder.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -243,6 +244,19 @@ def leave(run, step):
     if best.is_file() and not is_valid(run / best.read_text().strip()):
         best.unlink()
     return [p.name for p in left]
+
+
+def hold(run):
+    """Keep `run` for this process: a descriptor that holds it until it is closed. BlockingIOError if another process has it."""
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process trains there") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 def remove_run(run):

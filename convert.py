@@ -275,15 +275,17 @@ def from_nanogpt(source, out, *, tokenizer=None, pad_vocab=False, overwrite=Fals
     except FileNotFoundError:
         raise ConfigError(f"there is no file {source}") from None
     except Exception as e:  # a pickle can fail in any way; what it would run is never run
-        raise ConfigError(f"{source} cannot be read as plain tensors ({type(e).__name__}: {str(e).splitlines()[0]})") from None
+        reason = str(e).splitlines()[0].partition(". ")[0]  # torch goes on to advise running it
+        raise ConfigError(f"{source} cannot be read as plain tensors ({type(e).__name__}: {reason})") from None
     if not isinstance(saved, dict) or not {"model", "model_args"} <= set(saved):
         raise ConfigError(f"{source} is no checkpoint of nanoGPT: expected the keys model and model_args")
-    a = saved["model_args"]
+    a = {"bias": True, **saved["model_args"]}  # before it was a setting, all had biases
     settings = {
         "layers": "attn(rope=none, qk_norm=false)", "ffn": "gelu", "norm": "layernorm", "norm_eps": 1e-5, "learned_positions": True,
         "n_ffn": 4 * a["n_embd"], **{k: a[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")},
     }  # fmt: skip
     codec, notes = choose_tokenizer(tokenizer)
+    notes.append("nanoGPT's GELU is exact, ours is its tanh form (GPT-2's): they differ by 5e-4 at most")
     check_vocab(settings["vocab_size"], codec, pad_vocab)
     model, tensors = skeleton(settings), {k.removeprefix("_orig_mod."): x for k, x in saved["model"].items()}
     tensors = fill(model, NanoGPT(), tensors, tied=True)

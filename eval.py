@@ -74,9 +74,10 @@ class EvalConfig(Settings):
     }
 
     def conflicts(self):
-        if self.num_fewshot and self.tasks == "heldout_bpb":
-            problem = f"num_fewshot={self.num_fewshot} has no effect on heldout_bpb, which scores plain text: drop it"
-            yield {"num_fewshot", "tasks"}, problem
+        for name in ("num_fewshot", "gen_kwargs"):
+            value = getattr(self, name)
+            if value and {task.strip() for task in self.tasks.split(",")} <= {"heldout_bpb", "recall"}:
+                yield {name, "tasks"}, f"{name}={value} has no effect on {self.tasks}, which scores plain text: drop it"
         if self.limit is not None and self.limit > 1 and not self.limit.is_integer():
             below = int(self.limit)
             problem = f"limit={self.limit}: a number of documents ({below} or {below + 1}), or a share below 1"
@@ -211,8 +212,13 @@ def write_results(lm, names, config, results, seconds):
 
 def _write(path, text):
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise ConfigError(f"the scores could not be written to {path} ({e.strerror})") from e
 
 
 def log_to_wandb(lm, config, results):
@@ -245,7 +251,7 @@ def main(argv):
 
         return report.main(runs, config)
     if len(runs) != 1:
-        raise ConfigError(f"one run or checkpoint folder is needed, got {len(runs)}: python eval.py out/demo")
+        raise ConfigError(f"one run or checkpoint folder is needed, got {len(runs)}: python eval.py out/demo (several: --compare)")
     quiet()
     folder, _ = checkpoint.open_checkpoint(runs[0], ("best", "last"))
     manager, names = find_tasks(config.tasks, folder, config.include_path)

@@ -402,11 +402,14 @@ def _filled(rows, n):
 
 
 def main():
-    """lm-eval's command line with our model, and our tasks unless another --include_path is given."""
+    """lm-eval's command line with our model; our tasks and the best device there is, unless other ones are given."""
     from lm_eval.__main__ import cli_evaluate
 
-    if "--tasks" in sys.argv and "--include_path" not in sys.argv:
+    given = {argument.partition("=")[0] for argument in sys.argv}
+    if given & {"--tasks", "-t"} and "--include_path" not in given:
         sys.argv += ["--include_path", str(TASKS)]
+    if given & {"--model", "-M"} and not given & {"--device", "--config", "-C"}:  # theirs is cuda:0 on any machine
+        sys.argv += ["--device", str(resolve_device(SimpleNamespace(device=None, dtype=None))[0])]
     cli_evaluate()
 
 

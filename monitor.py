@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ PARTS = r"\b(Laptop|Mobile|Max-Q|MIG)\b"  # of a card with such a name the figur
 
 # Where the decays of a layer fall: a state forgets half of itself within 1, 7, 69, 693 tokens at these.
 DECAY_BINS = (0.5, 0.9, 0.99, 0.999)
+
+HEALTH_TOKENS = 8192  # of each row that `health` reads, at most: some of its figures are about all pairs of them
 
 
 def peak_flops(device, dtype):
@@ -120,7 +123,7 @@ def _step_of(line):
 
 
 class Progress:
-    """One line a log interval; on a terminal a bar that is rewritten in place."""
+    """One line a log interval; on a terminal a line that is rewritten in place, with a bar where that fits."""
 
     def __init__(self, total):
         self.total, self.live = total, sys.stdout.isatty()
@@ -129,8 +132,9 @@ class Progress:
         if not self.live:
             print(text, flush=True)
             return
-        filled = 20 * step // self.total
-        print(f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {text}", end="", flush=True)
+        filled, room = 20 * step // self.total, shutil.get_terminal_size().columns - 1  # a line that wraps cannot be taken back
+        bar = f"[{'#' * filled}{'.' * (20 - filled)}] "
+        print(f"\r\033[K{(bar + text if len(bar + text) <= room else text)[:room]}", end="", flush=True)
 
     def say(self, text):
         print(f"{chr(10) if self.live else ''}{text}", flush=True)
@@ -203,7 +207,8 @@ class Clock:
 
 @torch.no_grad()
 def health(model, batch, dtype):
-    """What the recurrent layers and the indexers do on one batch, {layer: figures}; an empty dict without such layers.
+    """What the recurrent layers and the indexers do on the first HEALTH_TOKENS tokens of a batch's rows, {layer: figures}; an empty
+    dict without such layers.
 
     decay       share of decays e^g below 0.5, in 0.5 to 0.9, 0.9 to 0.99, 0.99 to 0.999, and above
     memory      tokens after which a head's state has shrunk by e, at its mean decay: least, median and most of the heads
@@ -216,6 +221,7 @@ def health(model, batch, dtype):
     recall, most and overlap count the queries that see more than `top_k` keys, and are null where none does.
     """
     figures, layer, entered, training = {}, None, None, model.training
+    tokens, labels, segment_ids = (None if x is None else x[:, :HEALTH_TOKENS] for x in batch[:3])
 
     def enter(index):
         def hook(_, args, kwargs):
@@ -228,7 +234,7 @@ def health(model, batch, dtype):
         if op in ("softmax_attention", "sparse_attention") and isinstance(mixer := model.blocks[layer].mixer, SparseAttention):
             index = mixer.index(*entered)
             with torch.autocast(args[0].device.type, enabled=False):
-                figures[str(layer)] = _selection_figures(mixer, *args[:2], index, batch.segment_ids)
+                figures[str(layer)] = _selection_figures(mixer, *args[:2], index, segment_ids)
         if op in ("delta_rule", "channel_delta_rule", "linear_attention", "normalized_linear_attention"):
             g = args[3] if len(args) > 3 else kwargs.get("g")
             figures[str(layer)] = _recurrent_figures(None if op.startswith("normalized") else g, result[1])
@@ -237,8 +243,8 @@ def health(model, batch, dtype):
     hooks = [mixer.register_forward_pre_hook(enter(i), with_kwargs=True) for i, mixer in mixers]
     model.eval()
     try:
-        with kernels.observe(see), torch.autocast(batch.tokens.device.type, dtype=dtype, enabled=dtype is not None):
-            model(batch.tokens, batch.labels, segment_ids=batch.segment_ids)
+        with kernels.observe(see), torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype is not None):
+            model(tokens, labels, segment_ids=segment_ids)
     finally:
         model.train(training)
         for hook in hooks:
@@ -345,4 +351,9 @@ def command(*arguments):
     """The command line that runs train.py with these arguments, in as many processes as now."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     start = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"] if several else ["python"]
-    return shlex.join([*start, "train.py", *map(str, arguments)])
+    return shlex.join([*start, script("train.py"), *map(str, arguments)])
+
+
+def script(name):
+    """The path of one of the scripts beside this file, from the working directory."""
+    return os.path.relpath(Path(__file__).with_name(name))

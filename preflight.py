@@ -196,9 +196,11 @@ def _start_from(resolved, argv):
         return resolved
     if not Path(source).is_dir():
         if not source.startswith("gpt2"):
-            raise ConfigError(f"init_from={source!r}: expected scratch, gpt2 or gpt2-medium, -large, -xl, or the folder of a run")
+            expected = "scratch, gpt2 or gpt2-medium, -large, -xl, or the folder of a run (--resume=RUN goes on with one)"
+            raise ConfigError(f"init_from={source!r}: expected {expected}")
         source = _download(source)
-    saved = checkpoint.open_checkpoint(source, ("best", "last"))[1]["model"]
+    folder, meta = checkpoint.open_checkpoint(source, ("best", "last"))
+    saved = meta["model"]
     free = {"layers", "dropout", "document_mask"} | (set() if saved["learned_positions"] else {"block_size"})
     values = resolved.config.model_dump()
     problems = [
@@ -210,7 +212,7 @@ def _start_from(resolved, argv):
     if problems:
         raise ConfigError(problems)
     again = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
-    return configurator.Resolved(again.config.model_copy(update={"init_from": str(source)}), again.sources, again.positional)
+    return configurator.Resolved(again.config.model_copy(update={"init_from": str(folder)}), again.sources, again.positional)
 
 
 def _download(name):
@@ -310,7 +312,7 @@ def _check_data(dataset, config, ranks):
     if ranks.rank == 0:
         for file in (*dataset.train, dataset.val):
             check_vocab(file, config.vocab_size)
-    next(loading.heldout_batches(dataset.val, config.block_size, 1))  # an empty held-out split is found now, not at step 500
+    loading.heldout_batches(dataset.val, config.block_size, 1)  # an empty held-out split is found now, not at step 500
 
 
 def _loader(dataset, config):

@@ -10,6 +10,7 @@ recurrent layers keep a matrix of constant size, attention layers their keys and
 from Python.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import checkpoint
 import configurator
 from configurator import ConfigError, Settings
 from data.tokenizer import StreamDecoder
-from model import CACHES, ModelState, format_bytes
+from model import CACHES, Attention, ModelState, format_bytes
 from preflight import resolve_device
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -316,6 +317,8 @@ class Generator:
 
     def __iter__(self):
         self.start()
+        if self.taken:
+            raise ConfigError("this generator has been iterated: go on from its read() by `after`, or make another")
         self._draw_first()
         for i in range(self.max_new_tokens):
             fetch, last = self.steps.fetch(), i + 1 == self.max_new_tokens
@@ -419,12 +422,14 @@ def identity(meta, tokenizer):
 def save_state(path, read, belongs):
     """Write a `Read` that has logits to `path`, with the identity of its model; whole or not at all."""
     path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         read.state.save(beside, belongs, logits=read.logits.float().cpu())
         os.replace(beside, path)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise ConfigError(f"save_state={str(path)!r}: cannot be written ({e})") from e
 
 
@@ -462,7 +467,7 @@ class SampleConfig(Settings):
     top_k: int | None = Field(200, ge=1, description="only the k most likely tokens are drawn; none or more than there are: all")
     top_p: float | None = Field(None, gt=0, le=1, description="of those the fewest that hold this much probability; none: all")
     min_p: float | None = Field(None, ge=0, le=1, description="of those the ones at least this times as likely as the likeliest")
-    repetition_penalty: float = Field(1.0, gt=0, description="above 1: tokens of prompt and sample are less likely to come again")
+    repetition_penalty: float = Field(1.0, gt=0, description="above 1: tokens of this prompt and sample become less likely")
     stop: str | None = Field(None, min_length=1, description="a sample ends before this text; \\n: a new line; several: a|b")
     seed: int = Field(1337, ge=0, le=2**62, description="seed of the first sample's draws; the others have the numbers after it")
     logprobs: bool = Field(False, description="print the model's log-probability of each token that was drawn")
@@ -503,10 +508,11 @@ def opening(ids, tokenizer, separator):
 
 
 def attention_cache_bytes(model, tokens, dtype):
-    """Bytes of keys and values that this model would keep for `tokens` tokens if every mixer were full attention."""
-    c = model.config
-    layers = sum(b.mixer is not None for b in model.blocks)
-    return 2 * layers * tokens * (c.n_kv_head or c.n_head) * (c.head_dim or c.n_embd // c.n_head) * torch.finfo(dtype).bits // 8
+    """Bytes of keys and values for `tokens` tokens if every mixer were full attention, with heads as the model's attention has."""
+    c, mixers = model.config, [b.mixer for b in model.blocks if b.mixer is not None]
+    own = next((m for m in mixers if type(m) is Attention), None)
+    width = (c.n_kv_head or c.n_head) * (c.head_dim or c.n_embd // c.n_head) if own is None else own.Hk * own.D
+    return 2 * len(mixers) * tokens * width * torch.finfo(dtype).bits // 8
 
 
 def bytes_per_step(model, state, dtype):

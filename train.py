@@ -270,6 +270,7 @@ class Trainer:
         self.finite = Finite(device, late=config.non_finite == "stop" and not self.scaler.enabled)
         self.step, self.evaluated, self.skipped, self.skips_in_a_row, self.best, self.wandb_id = 0, 0, 0, 0, None, None
         self.val_loss = None  # of the last validation, at step `evaluated`
+        self.held = None  # the run folder, on rank 0
         if plan.meta is not None:
             self.restore(plan.folder, plan.meta)
         self.saved = self.step
@@ -297,14 +298,16 @@ class Trainer:
     def claim(self, argv):
         """Make the folder this run's: empty for a new one, without what came after the checkpoint for a resumed one."""
         try:
+            self.run.mkdir(parents=True, exist_ok=True)
+            self.held = checkpoint.hold(self.run)
             if self.plan.meta is None:
                 checkpoint.remove_run(self.run)  # an older one, which --overwrite gave up
-                self.run.mkdir(parents=True, exist_ok=True)
             else:
                 for name in checkpoint.leave(self.run, self.step):
                     print(f"{name} in {self.run} is not continued: it is kept as aside-{name}")
             monitor.record_start(self.run, argv, self.config, self.step, self.facts)
         except OSError as e:
+            self.release()
             self.signals.restore()
             raise ConfigError(f"out_dir={str(self.run)!r} cannot be written to ({e.strerror})") from e
 
@@ -473,7 +476,7 @@ class Trainer:
         self.saved = self.step
 
     def report(self, lr, grad_norm):
-        """The log line: means over the steps since the last one."""
+        """The log line: losses since the last one, tokens per second since the start."""
         loss, bpb = self.tally.read(self.ranks)
         self.tally.sums.zero_()
         rate, waited = self.clock.read()
@@ -535,10 +538,16 @@ class Trainer:
             if self.due(config.log_interval):
                 self.report(**done)
 
+    def release(self):
+        if self.held is not None:
+            os.close(self.held)
+            self.held = None
+
     def close(self):
         self.feed.close()
         self.saver.wait()
         self.log.close()
+        self.release()
 
 
 def main(argv):
@@ -608,7 +617,7 @@ def _train(plan, argv, ranks):
     if trainer.low_enough():
         print(f"the validation loss {trainer.val_loss:.4f} is at most stop_loss={plan.config.stop_loss}")
         on = "--stop_loss=none"
-    print(f"done: {trainer.step} steps{best}; see what it writes with:\npython sample.py {plan.run}")
+    print(f"done: {trainer.step} steps{best}; see what it writes with:\npython {monitor.script('sample.py')} {plan.run}")
     print(f"or train on with:\n{monitor.command(again, on)}", flush=True)
     if trainer.saver.failure is not None:
         sys.exit(1)

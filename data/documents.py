@@ -94,15 +94,26 @@ def spool(folder: Path, format: str, stream=None) -> tuple[Path, str]:
 # Pieces
 
 
-def pieces(paths: Sequence[Path], format: str | None, reading: Reading, size: int, identity: str | None = None) -> list[Piece]:
-    """Cut the files into pieces of about `size` bytes. `identity` stands for what is known of a spooled input."""
+def pieces(
+    paths: Sequence[Path],
+    format: str | None,
+    reading: Reading,
+    size: int,
+    identity: str | None = None,
+    val_inputs: int | None = None,
+) -> list[Piece]:
+    """Cut the files into pieces of about `size` bytes. `identity` stands for what is known of a spooled input.
+
+    No piece has files from both sides of `val_inputs`.
+    """
     found, small = [], []
     for source, path in enumerate(paths):
         kind = format or format_of(path)
         if kind is None:
             raise ConfigError(f"{path}: its type cannot be told from its name ({', '.join(SUFFIXES)}): give --format")
         if kind == "text" and reading.split == "file":
-            if small and sum(os.path.getsize(p) for _, p in small) + os.path.getsize(path) > size:
+            full = sum(os.path.getsize(p) for _, p in small) + os.path.getsize(path) > size
+            if small and (full or source == val_inputs):
                 found.append(_whole(small, kind, identity))
                 small = []
             small.append((source, path))

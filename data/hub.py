@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub that come as parquet files: what their prepare scripts share."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -31,6 +31,8 @@ class HubConfig(Settings):
     out: str | None = Field(None, min_length=1, description="folder to write; none: that of the script")
     processes: int | None = Field(None, ge=1, description="processes; none: one a core")
     overwrite: bool = Field(False, description="replace what the folder holds")
+
+    _needs: ClassVar[dict[str, tuple[str, object]]] = {"files": ("input", None)}
 
 
 def fetch(source: HubSet, files: int | None) -> list[str]:

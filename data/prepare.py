@@ -194,7 +194,7 @@ def prepare_files(config: PrepareConfig, inputs: Sequence[str], name: str | None
         raise ConfigError("--input=- (standard input) cannot be combined with files: give one or the other")
     else:
         paths = find_inputs(inputs)
-    cut = pieces(paths, format, reading, config.shard_mb * MEGABYTE, identity)
+    cut = pieces(paths, format, reading, config.shard_mb * MEGABYTE, identity, config.val_inputs)
     listed = ", ".join(path.name for path in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     print(f"{listed}: {sum(piece.size for piece in cut):,} bytes in {len(cut)} piece{'s' * (len(cut) > 1)}", flush=True)
     about = {

@@ -357,7 +357,7 @@ def test_the_architecture_is_found(name, tmp_path):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_nanogpt(bias, tmp_path):
+def test_nanogpt(bias, tmp_path, capsys):
     """A checkpoint as nanoGPT writes it: names of GPT-2, nn.Linear, perhaps compiled, the vocabulary padded."""
     theirs = theirs_of("GPT2LMHeadModel", vocab_size=320)
     if not bias:
@@ -369,10 +369,13 @@ def test_nanogpt(bias, tmp_path):
         if bias or not n.endswith("bias")
     }
     arguments = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, bias=bias, vocab_size=320, dropout=0.1)
+    if bias:  # as before it was a setting
+        del arguments["bias"]
     torch.save({"model": state, "model_args": arguments, "iter_num": 5, "config": {}}, tmp_path / "ckpt.pt")
     call = ["from_nanogpt", tmp_path / "ckpt.pt", tmp_path / "run", "--tokenizer=bytes"]
     assert "--pad_vocab" in fails(*call)[0]
     convert.main([*map(str, call), "--pad_vocab"])
+    assert "GELU is exact" in capsys.readouterr().out
     ours = checkpoint.load_model(tmp_path / "run")[0]
     assert apart(our_logits(ours, tokens_of())[0], their_logits(theirs, tokens_of())[0]) <= 1e-5
     if bias:  # GPT-2's class always has them

@@ -408,6 +408,13 @@ def test_command(run, root):
     assert not list(run.glob(".eval*"))
 
 
+def test_scores_that_cannot_be_written_are_one_line(tmp_path):
+    (tmp_path / "eval.json").mkdir()
+    with pytest.raises(ConfigError, match=r"could not be written to .*eval.json \(Is a directory\)"):
+        evaluation._write(tmp_path / "eval.json", "{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["eval.json"]
+
+
 def test_samples_and_a_table_are_written_where_asked_for(run, monkeypatch, capsys):
     logged, finished = {}, []
 
@@ -445,6 +452,8 @@ def test_samples_and_a_table_are_written_where_asked_for(run, monkeypatch, capsy
         (["x", "--max_batch_size=4"], "--max_batch_size=4 has no effect with batch_size=16"),
         (["x", "--out_dir=y"], "--out_dir=y has no effect with compare=false"),
         (["x", "--num_fewshot=5"], "num_fewshot=5 has no effect on heldout_bpb"),
+        (["x", "--num_fewshot=5", "--tasks=recall, heldout_bpb"], "num_fewshot=5 has no effect on recall, heldout_bpb"),
+        (["x", "--gen_kwargs=top_k=1"], "gen_kwargs=top_k=1 has no effect on heldout_bpb"),
         (["x", "--task=heldout_bpb"], "unknown setting 'task': did you mean 'tasks'?"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from test_eval import EOT, T, ask, direct, same, surroundings, write_run  # noqa: F401  (a fixture)
 
 import convert
+import harness
 from configurator import ConfigError
 from data.hf_tokenizer import write_tokenizer
 from data.tokenizer import Tokenizer
@@ -187,6 +188,19 @@ def test_the_command_line_of_lm_eval(run, root, tmp_path):
     (path,) = (tmp_path / "results").rglob("results_*.json")
     written = json.loads(path.read_text())
     assert written["config"]["policy"]["max_length"] == T and written["config"]["val_sha256"]
+
+
+@pytest.mark.parametrize("given, added", [
+    (["run", "--model=hybrid", "--tasks=recall"], {"--include_path", "--device"}),
+    (["run", "-M", "hybrid", "-t", "recall", "--device=cpu"], {"--include_path"}),
+    (["validate", "--tasks", "recall", "--include_path=x"], set()),
+])  # fmt: skip
+def test_the_command_line_is_told_our_tasks_and_a_device_that_is_there(monkeypatch, given, added):
+    seen = []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: seen.extend(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["harness.py", *given])
+    harness.main()
+    assert seen[: len(given)] == given and set(seen[len(given) :: 2]) == added
 
 
 # -- lm-eval's class for transformers --------------------------------------------------------------------------------

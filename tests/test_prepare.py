@@ -170,6 +170,15 @@ def test_more_inputs_leave_the_held_out_split_as_it_is(inputs, tmp_path):
     assert sum(s["documents"] for s in dataset.meta["splits"].values()) == 60
 
 
+def test_files_that_share_a_piece_hold_out_by_their_own_place(inputs, tmp_path):
+    digests = set()
+    for n in (20, 60):
+        names = sorted((inputs / "many").iterdir())[:n]
+        command(f"--input={names[0]}", *names[1:], "--val_inputs=20", FRACTION, f"--out={tmp_path / str(n)}", *ONE)
+        digests.add(Dataset.open(tmp_path / str(n)).meta["val_sha256"])
+    assert len(digests) == 1
+
+
 # -- tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +405,8 @@ def test_hub_sets_from_files(tmp_path, monkeypatch):
     two, three = Dataset.open(tmp_path / "two"), Dataset.open(tmp_path / "three")
     assert two.meta["val_sha256"] == three.meta["val_sha256"] and two.meta["name"] == "fineweb_edu"
     assert len(two.train) == 2 and len(three.train) == 3
+    with pytest.raises(ConfigError, match="files=1 has no effect with input"):
+        hub.prepare_hub_set(source, [*ONE, "--files=1", f"--input={tmp_path}/*.parquet"], tmp_path / "one", "")
 
 
 # -- English of three packages ---------------------------------------------------------------------------------------

@@ -251,6 +251,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run, capsys, h
     assert not any("step-000009" in line for line in fails(sample.main, out / "step-000006", "--top_k=0"))
 
 
+def test_a_run_starts_from_the_sound_checkpoint_that_it_names(run, capsys):
+    """The warning and the weights are about the same folder: without a step, the start's weights are those of step 2."""
+    out = run("--max_iters=4", "--save_interval=2", "--eval_interval=4")
+    kept = load_file(out / "step-000002" / "model.safetensors")
+    damage(out / "step-000004" / "model.safetensors", "flipped")
+    second = run(f"--init_from={out}", "--max_iters=1", "--learning_rate=1e-12", "--weight_decay=0", name="second")
+    assert "step-000002 is used instead" in capsys.readouterr().err
+    for name, x in weights(second).items():
+        torch.testing.assert_close(x, kept[name], atol=1e-9, rtol=0)
+
+
 def test_a_damaged_checkpoint_without_another_is_an_error(run):
     out = run("--max_iters=2")
     folder = checkpoint.resolve(out)

@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_model import make, tokens_of
 
 import checkpoint
 import sample
-from configurator import ConfigError
+from configurator import ConfigError, ModelConfig
 from data.tokenizer import Tokenizer
+from model import Model
 from sample import Engine, Generator, Sampling, TextStream, complete, draw, stream
 
 RECIPES = {  # every mixer, every recipe's way of stacking them
@@ -84,6 +86,13 @@ def test_two_hundred_tokens(pattern):
     for length in (1, 64):
         prompt = tokens_of(1, length)[0].tolist()
         assert columns(Generator(model, prompt, max_new_tokens=200, temperature=0)) == [greedy(model, prompt, 200)[0]]
+
+
+def test_a_generator_writes_once():
+    generator = Generator(model_of(next(iter(RECIPES))), [1, 2, 3], max_new_tokens=4)
+    next(iter(generator))
+    with pytest.raises(ConfigError, match="has been iterated"):
+        next(iter(generator))
 
 
 @pytest.mark.parametrize("pattern", list(RECIPES)[::3])
@@ -258,9 +267,6 @@ def test_streaming_gives_whole_characters_and_stops(monkeypatch):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A checkpoint folder with an untrained model on bytes."""
-    from configurator import ModelConfig
-    from model import Model
-
     out, tokenizer = tmp_path_factory.mktemp("run"), Tokenizer.from_bytes()
     torch.manual_seed(0)
     config = ModelConfig(layers="gdn attn", n_layer=2, n_head=2, n_embd=16, block_size=32, vocab_size=260)
@@ -287,6 +293,25 @@ def test_a_state_by_the_command(run, capsys, tmp_path):
         sample.main([str(other), f"--load_state{state}", "--device=cpu"])
     with pytest.raises(ConfigError, match="cannot be read"):
         sample.main([str(run), "--load_state=nowhere", "--device=cpu"])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_state_that_cannot_be_written_leaves_nothing(run, tmp_path, monkeypatch, error):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr("model.save_file", full)
+    with pytest.raises(ConfigError, match="cannot be written.*No space left"):
+        sample.main([str(run), "--start=a", f"--save_state={tmp_path / 'a.state'}", "--device=cpu"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_attention_is_counted_in_the_heads_of_the_models_own():
+    sizes = {"n_layer": 4, "n_head": 3, "n_embd": 48, "vocab_size": 10}
+    for layers, width in (("gdn attn(n_head=4, n_kv_head=1, head_dim=8)", 8), ("gdn", 48), ("gdn mlp", 24)):
+        model = Model(ModelConfig(layers=layers, **sizes))
+        assert sample.attention_cache_bytes(model, 7, torch.float32) == 2 * 4 * 7 * width * 4
 
 
 def test_prompts_from_stdin_and_markers_as_text(run, capsys, monkeypatch):

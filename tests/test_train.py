@@ -199,6 +199,20 @@ def test_a_used_folder_is_not_overwritten_unasked(run, tmp_path):
     assert [p.name for p in out.glob("step-*")] == ["step-000001"]
 
 
+def test_a_folder_that_another_process_trains_in_is_left_alone(run, dataset, tmp_path, root):
+    out = tmp_path / "run"
+    out.mkdir()
+    hold = f"import sys, checkpoint; held = checkpoint.hold({str(out)!r}); print(flush=True); sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-c", hold], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    (line,) = fails(train.main, *flags(dataset, out, "--max_iters=1"))
+    assert "run' cannot be written to (another process trains there)" in line and not list(out.iterdir())
+    other.kill()
+    other.communicate()
+    run("--max_iters=1")
+    run("--resume", str(out), "--max_iters=2")  # a run that ended has let go of it
+
+
 @pytest.mark.parametrize("flag, says", [("--n_layer=3", "n_layer=3 differs from the run's 2"), ("--batch_size=3", "batch_size"),
                                         ("--layers=attn", "layers"), ("--max_iters=1", "has done 2 steps"),
                                         ("--block_size=16", "block_size=16 differs"), ("--vocab_size=99", "vocab_size=99 differs"),
@@ -250,6 +264,7 @@ def test_mistakes_are_one_clear_line(run, dataset, tmp_path):
     base = [*TINY, f"--dataset={dataset}", f"--out_dir={tmp_path / 'x'}"]
     [line] = fails(train.main, *base, "--block_size=100000")
     assert "largest block_size possible" in line
+    assert "largest block_size possible" in fails(train.main, *base, "--block_size=1e14")[0]  # nothing of that size is made
     assert "did you mean 'gdn'" in fails(train.main, *base, "--layers=gdm")[0]
     assert "vocabulary of 10" in fails(train.main, *base, "--vocab_size=10")[0]
     assert "best device here" in fails(train.main, *base, "--device=cuda:99")[0]
@@ -512,6 +527,23 @@ def test_the_health_of_gates_and_states_is_logged(run):
     assert health["1"]["memory"] == pytest.approx([first, second, second], rel=1e-3)
 
 
+def test_the_health_of_long_rows_is_that_of_their_beginning(dataset, monkeypatch):
+    config = TrainConfig(layers="gdn dsa(top_k=4, local=1)", n_layer=2, n_embd=16, n_head=2, vocab_size=30, block_size=32)
+    torch.manual_seed(0)
+    model = Model(preflight.model_config(config))
+    batch = next(heldout_batches(Dataset.open(dataset).val, 32, 2))
+    part = type(batch)(*(x[:, :12] for x in batch[:3]))
+    whole, beginning = (monitor.health(model, x, None) for x in (batch, part))
+    monkeypatch.setattr(monitor, "HEALTH_TOKENS", 12)
+    assert monitor.health(model, batch, None) == beginning != whole
+
+
+def test_the_command_that_continues_is_that_of_the_working_directory(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, script, flag = monitor.command("--resume=a b").split(" ", 2)
+    assert (tmp_path / script).resolve() == root / "train.py" and flag == "'--resume=a b'"
+
+
 def test_what_it_ran_on_is_kept(run):
     out = run("--max_iters=1")
     (line,) = map(json.loads, (out / "starts.jsonl").read_text().splitlines())
@@ -547,6 +579,17 @@ def test_throughput_is_tokens_over_the_time_of_training(monkeypatch):
     clock.pause(135.0)  # three seconds of evaluation
     clock.add(1000, 2.0, torch.device("cpu"))
     assert clock.read() == (200.0, 0.4)
+
+
+@pytest.mark.parametrize(
+    "columns, shown", [(40, f"[{'#' * 5}{'.' * 15}] step 1/4  loss 2"), (30, "step 1/4  loss 2"), (9, "step 1/4")]
+)
+def test_progress_fits_the_terminal(monkeypatch, capsys, columns, shown):
+    monkeypatch.setattr(monitor.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=columns))
+    progress = monitor.Progress(4)
+    progress.live = True
+    progress.show(1, "step 1/4  loss 2")
+    assert capsys.readouterr().out == f"\r\033[K{shown}"
 
 
 def test_wandb_goes_on_in_the_same_run(run, monkeypatch):
