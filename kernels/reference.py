@@ -81,7 +81,7 @@ def _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, delta):
     scale = K**-0.5 if scale is None else scale
     state = v.new_zeros(B, H, K, V) if initial_state is None else initial_state.to(v.dtype)
     if g is not None:
-        g = g.to(torch.promote_types(g.dtype, v.dtype))
+        g = (g.expand(B, T, H) if g.ndim == 1 else g).to(torch.promote_types(g.dtype, v.dtype))
         g = g[..., None] if g.ndim == 3 else g  # (B, T, H, 1): one decay for all key channels
     run, valid = (None, None) if segment_ids is None else segment_runs(segment_ids)
     outs = []
@@ -112,8 +112,6 @@ def linear_attention(q, k, v, g=None, *, scale=None, initial_state=None, segment
     (Mamba-2's SSD 2405.21060, with q = C, k = B, v = dt x, g = dt A), or `(B, T, H, K)` per key channel (GLA 2312.06635); natural
     log, <= 0. scale defaults to K^-0.5. Returns out `(B, T, H, V)`, state `(B, H, K, V)`.
     """
-    if g is not None and g.ndim == 1:
-        g = g.expand(v.shape[:3])
     return _recurrence(q, k, v, g, None, scale, initial_state, segment_ids, delta=False)
 
 
@@ -164,7 +162,7 @@ def delta_rule_parallel(q, k, v, g=None, beta=None, *, scale=None):
     if g is not None and g.ndim == 4:
         kk, qk = _channel_scores(k, k, g), _channel_scores(q * scale, k, g)
     else:
-        gamma = 1.0 if g is None else _decay_matrix(g)
+        gamma = 1.0 if g is None else _decay_matrix(g.expand(v.shape[:3]))
         kk, qk = (torch.einsum("bihk,bjhk->bhij", x, k) * gamma for x in (k, q * scale))
     system = torch.eye(T, dtype=v.dtype, device=v.device) + (beta * kk).tril(-1)
     u = torch.linalg.solve(system, beta * v.transpose(1, 2))
@@ -189,9 +187,9 @@ def _channel_scores(q, k, g):
 def delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, segment_ids=None):
     """(Gated) delta rule: `S_t = e^{g_t} S_{t-1} + k_t^T u_t`, `u_t = beta_t (v_t - k_t e^{g_t} S_{t-1})`, `o_t = scale q_t S_t`.
 
-    g `(B, T, H)` log decay <= 0, or `(B, T, H, K)` per key channel (KDA), or None (DeltaNet); beta `(B, T, H)` in [0, 2] or None
-    (1); scale defaults to K^-0.5. Returns out `(B, T, H, V)`, state `(B, H, K, V)`. Stable only for keys of norm at most 1.
-    Schlag et al. 2102.11174, Yang et al. 2412.06464.
+    g `(B, T, H)` log decay <= 0, or `(H,)` constant, or `(B, T, H, K)` per key channel (KDA), or None (DeltaNet); beta `(B, T, H)`
+    in [0, 2] or None (1); scale defaults to K^-0.5. Returns out `(B, T, H, V)`, state `(B, H, K, V)`. Stable only for keys of norm
+    at most 1. Schlag et al. 2102.11174, Yang et al. 2412.06464.
     """
     return _recurrence(q, k, v, g, beta, scale, initial_state, segment_ids, delta=True)
 

@@ -707,7 +707,8 @@ def supports(q, k, v, g=None, beta=None, **_):
 def channel_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, segment_ids=None):
     """`reference.channel_delta_rule` for g `(B, T, H, K)`; q, k and v in bf16 or fp16 (interpreted: fp32), states in fp32.
 
-    Log decays below -40 count as -40, as in eager.py; k and v are rounded to the type of q.
+    Log decays below -40 count as -40, as in eager.py; k and v are rounded to the type of q. With 16-bit inputs a beta nearer to 0
+    than 2^-14 counts as 2^-14, so that it has a gradient; padding still writes nothing.
     """
     beta = torch.ones(v.shape[:3], dtype=torch.float32, device=v.device) if beta is None else beta
     documents = None if segment_ids is None else _numbered(segment_ids)

@@ -99,6 +99,15 @@ def test_delta_rule(segments, gate):
     agree(reference.delta_rule, eager.delta_rule, inputs, torch.randn(B, 2, 8, 6, dtype=F64), ids)
 
 
+@pytest.mark.parametrize("segments", ["none", "packed"])
+def test_delta_rule_with_a_constant_decay(segments):
+    ids, B, T = segment_ids(segments)
+    inputs = delta_inputs(B, T, 1, 2, 8, 6, "none") | {"g": torch.tensor([-0.1, -0.2], dtype=F64)}
+    agree(reference.delta_rule, eager.delta_rule, inputs, torch.randn(B, 2, 8, 6, dtype=F64), ids)
+    spread = inputs | {"g": inputs["g"].expand(B, T, 2)}
+    assert torch.equal(reference.delta_rule(**inputs, segment_ids=ids)[0], reference.delta_rule(**spread, segment_ids=ids)[0])
+
+
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("gate", ["mild", "zero", "extreme", "wide"])
 def test_delta_rule_with_a_decay_per_channel(segments, gate):
@@ -317,7 +326,8 @@ def test_recurrent_steps(T, per_channel):
     linear = {n: inputs[n] for n in "qkvg"}
     constant = linear | {"g": torch.tensor([-0.1, -0.2], dtype=F64)}
     positive = {n: inputs[n].exp() for n in "qkv"}
-    for op, args, V in (("delta_rule", inputs, 6), ("linear_attention", linear, 6), ("linear_attention", constant, 6),
+    for op, args, V in (("delta_rule", inputs, 6), ("delta_rule", inputs | {"g": constant["g"]}, 6),
+                        ("linear_attention", linear, 6), ("linear_attention", constant, 6),
                         ("normalized_linear_attention", positive, 7)):  # fmt: skip
         start = torch.rand(2, 2, 8, V, dtype=F64)
         want, final = getattr(reference, op)(**args, initial_state=start)

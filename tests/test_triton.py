@@ -82,17 +82,41 @@ def test_a_sequence_in_slices(op, gate, packed, monkeypatch):
     triton_recurrence._plan.cache_clear()
 
 
-def test_a_constant_decay_in_slices(monkeypatch):
+@pytest.mark.parametrize("K, V, heads", [(16, 24, (1, 2)), (16, 40, (2, 2)), (40, 16, (2, 2))])
+def test_a_constant_decay_in_slices(K, V, heads, monkeypatch):
+    """Without states in memory too, where the backward exchanges K and V and with them how many slices there are."""
     monkeypatch.setattr(triton_recurrence, "SLICES", {"programs": 6, "chunks": 1})
     triton_recurrence._plan.cache_clear()
-    inputs = delta_inputs(1, 300, 1, 2, 16, 24, "none")
+    inputs = delta_inputs(1, 300, *heads, K, V, "none")
     inputs = {n: inputs[n] for n in "qkv"}
-    g, state = -0.1 * torch.rand(2, device=DEVICE), torch.randn(1, 2, 16, 24, device=DEVICE)
+    g, state = -0.1 * torch.rand(2, device=DEVICE), torch.randn(1, 2, K, V, device=DEVICE)
     want = outputs(functools.partial(eager.linear_attention, g=g.double()), torch.float64, inputs, state, None)
     got = outputs(functools.partial(triton_recurrence.linear_attention, g=g), torch.float32, inputs, state, None)
     for name in want:
         assert relative_error(got[name].double(), want[name]) < 2e-4, name
     triton_recurrence._plan.cache_clear()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gates_of_other_sizes(packed):
+    """One decay a head stands for those of all tokens; what does not is refused: a kernel would read beyond its end."""
+    inputs = delta_inputs(2, 130, 1, 2, 16, 24, "none") | {"g": -torch.rand(2, device=DEVICE)}
+    compare("delta_rule", inputs, torch.randn(2, 2, 16, 24, device=DEVICE), documents(2, 130) if packed else None)
+    for name in ("g", "beta"):
+        with pytest.raises(RuntimeError, match="expanded size"):
+            triton_recurrence.delta_rule(**inputs | {name: torch.rand(2, 129, 2, device=DEVICE)})
+
+
+def test_a_beta_of_zero_or_less():
+    """A beta of 0 writes nothing, and its own gradient, which would need a division by it, is 0; all others are right."""
+    inputs = delta_inputs(1, 70, 1, 2, 16, 24, "mild", beta_max=1.0)
+    inputs["beta"] = torch.where(torch.rand(1, 70, 2, device=DEVICE) < 0.3, 0.0, inputs["beta"] - 0.3)
+    state, none = torch.randn(1, 2, 16, 24, device=DEVICE), inputs["beta"] == 0
+    want = outputs(eager.delta_rule, torch.float64, inputs, state, None)
+    got = outputs(triton_recurrence.delta_rule, torch.float32, inputs, state, None)
+    assert (got["beta"][none] == 0).all() and (want["beta"][none] != 0).all()
+    want["beta"] = want["beta"].masked_fill(none, 0.0)
+    assert all(relative_error(got[name].double(), want[name]) < 2e-4 for name in want)
 
 
 @pytest.mark.parametrize("packed", [False, True])
