@@ -357,9 +357,11 @@ def figure(variants, positions, path):
         axis.set(title=title, xlabel=label)
     axes[1, 0].set_xscale("log", base=2)
     if not any(positions.values()):
-        axes[1, 0].set_visible(False)
+        axes[1, 0].clear()
+        _by_length(axes[1, 0], variants, colors)
     _pareto(axes[1, 1], variants, colors)
-    axes[0, 0].legend(fontsize=7)
+    home = axes[0, 0] if axes[1, 0].axison else axes[1, 0]
+    home.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, loc="best" if home is axes[0, 0] else "center")
     plot.savefig(path, dpi=90)
     plt.close(plot)
 
@@ -378,21 +380,62 @@ def _curve(axis, variant, key, color):
         axis.fill_between(steps, [min(by_step[s]) for s in steps], [max(by_step[s]) for s in steps], color=color, alpha=0.15, lw=0)
 
 
+def _by_length(axis, variants, colors):
+    """A made task's score at each length it was asked at; nothing without one."""
+    lengths = {}  # task -> {length: metric}
+    for metric in sorted({name for v in variants for run in v.runs for name in run.scores}):
+        if found := re.fullmatch(r"(\S+) acc_(\d+)", metric):
+            lengths.setdefault(found[1], {})[int(found[2])] = metric
+    task = next((task for task, found in lengths.items() if all(v.values(m) for v in variants for m in found.values())), None)
+    if task is None:
+        axis.set_axis_off()
+        return
+    for variant, color in zip(variants, colors, strict=True):
+        points = [(length, *mean_and_error(variant.values(metric).values())) for length, metric in sorted(lengths[task].items())]
+        where, means, errors = zip(*points, strict=True)
+        axis.errorbar(where, means, None if None in errors else errors, fmt="o-", ms=3, color=color, capsize=3)
+    level = next((run.chance[task] for v in variants for run in v.runs if task in run.chance), None)
+    if level is not None:
+        axis.axhline(level, color="grey", lw=0.8, ls="--")
+    axis.set(title=f"{task} acc by length (dashed: chance)", xlabel="length", xscale="log")
+    axis.set_xticks(sorted(lengths[task]), sorted(lengths[task]), fontsize=7)
+    axis.minorticks_off()
+
+
 def _pareto(axis, variants, colors):
     """The best measure of recall there is, against the bytes of state at block_size."""
-    measures = ("mqar acc", "validation accuracy", "needle_multi acc", "needle_single acc", "recall recalled_perplexity")
-    measures += ("validation bits_per_byte",)
+    measures = ("mqar acc", "parity acc", "validation accuracy", "needle_multi acc", "needle_single acc")
+    measures += ("recall recalled_perplexity", "validation bits_per_byte")
     metric = next((m for m in measures if all(v.values(m) for v in variants)), None)
     if metric is None:
         axis.set_axis_off()
         return
+    points = []
     for variant, color in zip(variants, colors, strict=True):
         model = _skeleton(variant.runs[0].meta["model"])
         mean, error = mean_and_error(variant.values(metric).values())
-        state = model.state_bytes(1, model.config.block_size)
-        axis.errorbar(state, mean, yerr=error, fmt="o", color=color, capsize=3)
-        axis.annotate(variant.name, (state, mean), xytext=(4, 4), textcoords="offset points", fontsize=6, color=color)
+        points.append((model.state_bytes(1, model.config.block_size), mean, variant.name, color))
+        axis.errorbar(*points[-1][:2], yerr=error, fmt="o", color=color, capsize=3)
     axis.set(title=f"{metric} against state", xlabel="bytes of state at block_size", xscale="log")
     axis.margins(0.15)  # for the names
+    for name, color, place, side, lines in _names(points):
+        offset, to = (5 * side, 4 - 9 * lines), "left" if side > 0 else "right"
+        axis.annotate(name, place, xytext=offset, textcoords="offset points", ha=to, fontsize=6, color=color)
     if metric.endswith(LOWER_IS_BETTER):
         axis.invert_yaxis()
+
+
+def _names(points):
+    """(name, color, place, side, lines) of points (state, mean, name, color): where their names go.
+
+    side: 1 right of the point, -1 left of it, whichever runs into the picture; lines: how many lines lower than it stands alone, as
+    the names of neighbours stand below each other.
+    """
+    states, means = [math.log(state) for state, *_ in points], [mean for _, mean, *_ in points]
+    wide, high = max(states) - min(states) or 1.0, max(means) - min(means) or 1.0
+    placed = []
+    for state, mean, name, color in sorted(points, key=lambda point: -point[1]):
+        x, y = (math.log(state) - min(states)) / wide, (mean - min(means)) / high
+        lines = sum(abs(x - u) < 0.25 and abs(y - v) < 0.06 for u, v in placed)
+        placed.append((x, y))
+        yield name, color, (state, mean), 1 if x <= 0.5 else -1, lines

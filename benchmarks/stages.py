@@ -148,19 +148,23 @@ def draw(curves, path):
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     hybrid = {name: curves[name] for name in ("scratch", "short", "swapped") if curves.get(name)}
     if curves.get("converted"):
         hybrid["converted"] = joined(curves)
     sparse = {name: curves[name] for name in ("continued", "sparse") if curves.get(name)}
-    for axis, lines in zip(axes, (sparse, hybrid), strict=True):
+    panels = [lines for lines in (sparse, hybrid) if lines]
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
+    for axis, lines in zip(axes[0], panels, strict=True):
         for i, (name, points) in enumerate(lines.items()):
             tokens, losses = zip(*points, strict=True)
             axis.plot([t / 1e6 for t in tokens], losses, ".-", color=f"C{i}", label=f"{name}: {WHAT[name]}", linewidth=1)
         axis.set_xlabel("million tokens")
         axis.set_ylabel("validation loss")
-        axis.legend(frameon=False, fontsize=7) if lines else None
-    axes[1].set_xscale("log")
+        axis.legend(frameon=False, fontsize=7)
+        if lines is hybrid:
+            axis.set_xscale("log")
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
 

@@ -72,6 +72,27 @@ def test_report_of_three_seeds(tmp_path, capsys):
     assert text in capsys.readouterr().out
 
 
+def test_names_in_the_picture_stay_apart_and_inside():
+    points = [(100, 1.0, "a", "C0"), (101, 0.99, "b", "C1"), (1000, 0.995, "c", "C2"), (100, 0.0, "d", "C3")]
+    placed = {name: (side, lines) for name, _, _, side, lines in report._names(points)}
+    assert placed == {"a": (1, 0), "b": (1, 1), "c": (-1, 0), "d": (1, 0)}
+    assert [lines for *_, lines in report._names([(9, 0.5, "a", "C0"), (9, 0.5, "b", "C1")])] == [0, 1]
+
+
+def test_scores_by_length_where_there_is_no_text(tmp_path):
+    from matplotlib import pyplot
+
+    runs = [trained_run(tmp_path, f"a{seed}", "gdn", seed, 1.0, scores={"parity": 0.5 + seed / 10}) for seed in (1, 2)]
+    (variant,) = report.variants_of([report.read_run(run) for run in runs])
+    _, axis = pyplot.subplots()
+    report._by_length(axis, [variant], ["C0"])
+    assert axis.get_title().startswith("parity acc by length") and list(axis.get_xticks()) == [8]
+    assert axis.lines[0].get_ydata() == pytest.approx([0.65]) and list(axis.lines[-1].get_ydata()) == [0.04, 0.04]
+    report._by_length(axis, [report.Variant("none", [report.read_run(trained_run(tmp_path, "b", "gdn", 1, 1.0))])], ["C0"])
+    assert not axis.axison
+    pyplot.close()
+
+
 def test_loss_by_position_is_measured_once_and_goes_beyond_the_block(tmp_path):
     run = report.read_run(trained_run(tmp_path, "a", "gdn attn", 1, 1.0))
     found = report.loss_by_position(run, "cpu", None)

@@ -53,6 +53,16 @@ def test_no_runs_no_table(tmp_path):
         stages.main([])
 
 
+def test_a_half_that_was_not_made_has_no_picture(tmp_path):
+    from matplotlib import pyplot
+
+    curves = {"sparse": [(1, 2.0), (2, 1.0)], "swapped": [(1, 3.0), (2, 2.0)]}
+    for name, kept in (("both", curves), ("one", {"sparse": curves["sparse"]}), ("none", {"dense": [(1, 2.0)]})):
+        stages.draw(kept, tmp_path / f"{name}.png")
+    wide = [pyplot.imread(tmp_path / f"{name}.png").shape[1] for name in ("both", "one")]
+    assert wide[0] == 2 * wide[1] and not (tmp_path / "none.png").exists()
+
+
 @pytest.mark.parametrize(("cards", "second"), [("3", "3"), ("3,5", "5"), ("", "")])
 def test_which_gpu_takes_what(tmp_path, root, cards, second):
     """A stand-in for Python writes down what it is asked for: one GPU has it all, a second one the hybrids."""
