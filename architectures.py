@@ -295,19 +295,21 @@ class GPT2LMHeadModel(Architecture):
         setting("norm_eps", "layer_norm_epsilon", 1e-5),
         setting("tie_embeddings", "tie_word_embeddings", True),
     ]
-    FIXED: ClassVar = {"layers": "attn(rope=none, qk_norm=false)", "ffn": "gelu", "norm": "layernorm", "learned_positions": True}
+    FIXED: ClassVar = {"layers": "attn(rope=none, qk_norm=false)", "norm": "layernorm", "learned_positions": True}
 
     def settings(self, h):
-        h.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        h.only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
+        ffn = "gelu_exact" if h("activation_function", "gelu_new") == "gelu" else "gelu"
         h.only("scale_attn_weights", True)
         h.only("scale_attn_by_inverse_layer_idx", False)
         h.only("add_cross_attention", False)
-        return self.FIXED | {"bias": True} | take(h, self.KEYS)
+        return self.FIXED | {"bias": True, "ffn": ffn} | take(h, self.KEYS)
 
     def config(self, m):
         expect(m, Attention)
+        activation = "gelu" if m.config.ffn == "gelu_exact" else "gelu_new"
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.config.dropout)
-        return {"activation_function": "gelu_new", **give(m, self.KEYS), **dropout, "n_head": first(m, Attention).H}
+        return {"activation_function": activation, **give(m, self.KEYS), **dropout, "n_head": first(m, Attention).H}
 
     def entries(self, m):
         kinds = ["weight", "bias"] if m.config.bias else ["weight"]

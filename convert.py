@@ -10,11 +10,13 @@ Each architecture is described once, in architectures.py, for both directions. A
 again: the model that comes out must be the same, module by module. Every tensor must be used and every parameter filled. Not taken
 over: dropout, buffers that are computed, and the router of a single expert, which has no effect.
 
-The tokenizer must have as many ids as the model. With --pad_vocab the model may have more: those ids are never drawn.
+The tokenizer must have as many ids as the model. With --pad_vocab the model may have more: those ids are never drawn. nanoGPT's
+character models have no separator: they are given one, see `add_separator`.
 """
 
 import difflib
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -181,7 +183,7 @@ def choose_tokenizer(name, folder=None, eot_id=None):
     if name is None:
         found, notes = read_tokenizer(folder, eot_id) if folder is not None else (None, [])
         if found is None:
-            raise ConfigError("the source has no tokenizer: say --tokenizer=gpt2, --tokenizer=bytes, or a tokenizer.json of ours")
+            raise ConfigError("the source has no tokenizer: say --tokenizer=gpt2, --tokenizer=bytes, or that of a data set here")
         return found, notes
     return Tokenizer.from_name(name), []
 
@@ -195,6 +197,17 @@ def check_vocab(model_size, tokenizer, pad_vocab):
             f"the model has {model_size} ids, more than the {size} of its tokenizer: if the other {model_size - size} are padding, "
             "which is never drawn, say --pad_vocab"
         )
+
+
+def add_separator(tensors):
+    """Give a model without a separator one, as its last id: a row of the embedding that is the mean of the others.
+
+    Its logit is then the mean of the n others: it is never the most likely token, and the loss is larger by at most log(1 + 1 / n).
+    Sampling leaves it out; training that goes on can learn it.
+    """
+    for name in {"transformer.wte.weight", "lm_head.weight"} & tensors.keys():
+        rows = tensors[name]
+        tensors[name] = torch.cat([rows, rows.float().mean(0, keepdim=True).to(rows.dtype)])
 
 
 def claim(target, overwrite):
@@ -281,16 +294,22 @@ def from_nanogpt(source, out, *, tokenizer=None, pad_vocab=False, overwrite=Fals
         raise ConfigError(f"{source} is no checkpoint of nanoGPT: expected the keys model and model_args")
     a = {"bias": True, **saved["model_args"]}  # before it was a setting, all had biases
     settings = {
-        "layers": "attn(rope=none, qk_norm=false)", "ffn": "gelu", "norm": "layernorm", "norm_eps": 1e-5, "learned_positions": True,
-        "n_ffn": 4 * a["n_embd"], **{k: a[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")},
+        "layers": "attn(rope=none, qk_norm=false)", "ffn": "gelu_exact", "norm": "layernorm", "norm_eps": 1e-5,
+        "learned_positions": True, "n_ffn": 4 * a["n_embd"],
+        **{k: a[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")},
     }  # fmt: skip
     codec, notes = choose_tokenizer(tokenizer)
-    notes.append("nanoGPT's GELU is exact, ours is its tanh form (GPT-2's): they differ by 5e-4 at most")
+    tensors, separator = {k.removeprefix("_orig_mod."): x for k, x in saved["model"].items()}, "after"
+    if codec.eot == settings["vocab_size"] == codec.vocab_size - 1:  # the characters of shakespeare_char
+        add_separator(tensors)
+        settings["vocab_size"], separator = codec.vocab_size, "none"
+        cost = f"it is never drawn, and costs at most {math.log1p(1 / codec.eot):.3f} nats a token where text is scored"
+        notes.append(f"the source has no separator: id {codec.eot} is one that it has not learned; {cost}")
     check_vocab(settings["vocab_size"], codec, pad_vocab)
-    model, tensors = skeleton(settings), {k.removeprefix("_orig_mod."): x for k, x in saved["model"].items()}
+    model = skeleton(settings)
     tensors = fill(model, NanoGPT(), tensors, tied=True)
     claim(Path(out), overwrite)
-    folder = save_run(out, model, tensors, codec, "after", {"architecture": "nanoGPT", "folder": str(source)})
+    folder = save_run(out, model, tensors, codec, separator, {"architecture": "nanoGPT", "folder": str(source)})
     return [*notes, f"{folder}: {settings['layers']}, {model.n_params():,} parameters in {main_dtype(tensors)}"]
 
 
@@ -299,31 +318,32 @@ def from_nanogpt(source, out, *, tokenizer=None, pad_vocab=False, overwrite=Fals
 
 
 def export_config(model, name):
-    """Their config.json for our model; ConfigError says what `name` cannot express."""
+    """(their config.json for our model, what `name` cannot express of it: a line for each difference)"""
     architecture = ARCHITECTURES[name]
-    config = architecture.config(model)
-    h = Fields(json.loads(json.dumps(config)))
-    again = skeleton(architecture.settings(h))
-    mine, theirs = facts(model), facts(again)
+    try:
+        config = architecture.config(model)
+        h = Fields(json.loads(json.dumps(config)))
+        mine, theirs = facts(model), facts(skeleton(architecture.settings(h)))
+    except ConfigError as e:
+        return None, e.problems
     differ = [k for k in {**mine, **theirs} if mine.get(k, ...) != theirs.get(k, ...)]
-    if h.problems or differ:
-        shown = [f"{k} is {mine.get(k, 'absent')}, there {theirs.get(k, 'absent')}" for k in differ[:2]]
-        more = f", and {len(differ) - 2} more differences" if len(differ) > 2 else ""
-        raise ConfigError("; ".join(h.problems + shown) + more)
-    return config
+    return config, h.problems + [f"{k} is {mine.get(k, 'absent')}, there {theirs.get(k, 'absent')}" for k in differ]
 
 
 def choose_architecture(model, name):
-    """(name, config.json) of the architecture asked for, or of the first that can hold the model."""
+    """(name, config.json) of the architecture asked for, or of the first that can hold the model; ConfigError names the nearest."""
     if name is not None and name not in ARCHITECTURES:
         raise nearest(name, list(ARCHITECTURES), "architecture")
-    problems = []
+    tried = []
     for candidate in [name] if name else ARCHITECTURES:
-        try:
-            return candidate, export_config(model, candidate)
-        except ConfigError as e:
-            problems.append(f"{candidate} cannot hold this model: {e.problems[0]}")
-    raise ConfigError(problems)
+        config, problems = export_config(model, candidate)
+        if not problems:
+            return candidate, config
+        tried.append((config is None, len(problems), candidate, problems))
+    *_, near, problems = min(tried)
+    none = f"none of the {len(tried)} architectures can hold this model; the nearest, {near}, cannot"
+    more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
+    raise ConfigError(f"{f'{near} cannot hold this model' if name else none}: {'; '.join(problems[:2])}{more}")
 
 
 def to_hf(run, target, *, architecture=None, dtype=None, overwrite=False):

@@ -248,7 +248,7 @@ def per_head_norms(m):
 
 FORMS = [  # class, whether a module of it has this form, the form
     (SwiGLU, lambda m: True, swiglu),
-    (MLP, lambda m: True, mlp),
+    (MLP, lambda m: m.activation != "gelu_exact", mlp),
     (Attention, lambda m: per_head_norms(m) and m.D <= 256, attention),
     (SparseAttention, lambda m: per_head_norms(m) and max(m.D, m.d) <= 256, sparse_attention),
     (DeltaRule, lambda m: m.steps == 1 and m.conv_weight is not None and max(m.K, m.V) <= 256, delta_rule),

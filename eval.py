@@ -72,6 +72,10 @@ class EvalConfig(Settings):
         "wandb_log": ("compare", False),
         "seed": ("compare", False),
     }
+    _instead: ClassVar[dict[str, str]] = {
+        name: "the run to score stands by itself: python eval.py out/demo"
+        for name in ("out_dir", "init_from", "pretrained", "model_args")
+    }
 
     def conflicts(self):
         for name in ("num_fewshot", "gen_kwargs"):

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import checkpoint
 from configurator import ConfigError
 from preflight import resolve_device
-from sample import Engine, Generator, complete
+from sample import Engine, Generator, complete, drawable
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 SHARED = 16  # a context of at least so many tokens that several continuations share is read once
@@ -324,7 +324,11 @@ class HybridLM(TemplateLM):
         return self._after_separator(self.tok_encode(context))[-room:]
 
     def _write(self, batch, options):
-        self._engine = self._engine or Engine(self.model, vocab=self.codec.vocab_size, eot=self.eot_token_id, dtype=self.dtype)
+        if self._engine is None:
+            if self.dtype == "float16":
+                warning_once(logger, "dtype=float16: texts are scored in it, but generated in float32")
+            vocab = drawable(self.codec, self.meta)
+            self._engine = Engine(self.model, vocab=vocab, eot=self.eot_token_id, dtype=self.dtype)
         options = dict(options)
         stops, base = options.pop("stops"), torch.initial_seed()
         seeds = [int.from_bytes(hashlib.blake2b(f"{base} {self._rank} {i}".encode(), digest_size=7).digest()) for i, _ in batch]

@@ -5,6 +5,7 @@ class here: subclass `Mixer`, decorate it with `@mixer("name")`, declare options
 """
 
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -998,7 +999,7 @@ def gelu(x):
 
 
 class MLP(nn.Module):
-    """`act(x W_up) W_down`: GELU (tanh form) as in GPT-2, or relu(x)^2 as in Nemotron."""
+    """`act(x W_up) W_down`: GELU in its tanh form (GPT-2), GELU itself, x Phi(x) (nanoGPT), or relu(x)^2 (Nemotron)."""
 
     def __init__(self, config, activation):
         super().__init__()
@@ -1008,11 +1009,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        h = self.up_proj(x)
-        return self.down_proj(gelu(h) if self.activation == "gelu" else F.relu(h).square())
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
 
 
-FFNS = {"swiglu": SwiGLU, "gelu": lambda config: MLP(config, "gelu"), "relu2": lambda config: MLP(config, "relu2")}
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "relu2": lambda x: F.relu(x).square()}
+FFNS = {"swiglu": SwiGLU} | {name: functools.partial(MLP, activation=name) for name in ACTIVATIONS}
 
 
 def options_of(cls):
@@ -1022,13 +1023,18 @@ def options_of(cls):
     return inherited | {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
 
 
+def unknown_mixer(name):
+    """The line for a name in the layer pattern that is no mixer's, with the nearest one that is."""
+    names = sorted([*MIXERS, "mlp"])
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    return f"unknown mixer {name!r}{hint} (possible: {', '.join(names)})"
+
+
 def build_mixer(spec, config, layer):
     """The mixer a pattern item asks for, its options checked; ConfigError names what is wrong and what is possible."""
     if spec.name not in MIXERS:
-        names = sorted([*MIXERS, "mlp"])
-        near = difflib.get_close_matches(spec.name, names, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown mixer {spec.name!r} in layers{hint} (possible: {', '.join(names)})")
+        raise ConfigError(unknown_mixer(spec.name))
     cls, preset = MIXERS[spec.name]
     known, options, problems = options_of(cls), dict(preset), []
     for key, value in spec.options.items():
@@ -1060,7 +1066,7 @@ class BlockOptions(BaseModel):
     """What any pattern item may say beside its mixer's own options."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    ffn: Literal["swiglu", "gelu", "relu2", "none"]
+    ffn: Literal["swiglu", "gelu", "gelu_exact", "relu2", "none"]
     residual: Literal["pre", "post", "sandwich", "normed"]
     alpha: float = 1.0
     beta: float = 1.0

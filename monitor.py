@@ -174,7 +174,7 @@ class Clock:
     """
 
     def __init__(self):
-        self.first_step = None
+        self.first_step, self.all_tokens, self.all_seconds = None, 0, 0.0  # the latter two of what was read, without that step
         self._restart()
 
     def _restart(self):
@@ -186,15 +186,25 @@ class Clock:
         if self.first_step is None:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            self.first_step, self.first_rate = time.perf_counter() - self.started, self.read()
+            self.first_step = time.perf_counter() - self.started
+            self.last = self._rates(self.first_step)
             self._restart()
 
+    def _rates(self, seconds):
+        return self.tokens / max(seconds, 1e-9), self.waited / max(seconds, 1e-9)
+
     def read(self):
-        """(tokens per second, share of the time waited)."""
-        if self.tokens == 0:
-            return self.first_rate
-        seconds = max(time.perf_counter() - self.started - self.excluded, 1e-9)
-        return self.tokens / seconds, self.waited / seconds
+        """(tokens per second, share of the time waited) since the last reading, or of the first step if nothing came after it."""
+        if self.tokens:
+            seconds = time.perf_counter() - self.started - self.excluded
+            self.last = self._rates(seconds)
+            self.all_tokens, self.all_seconds = self.all_tokens + self.tokens, self.all_seconds + seconds
+            self._restart()
+        return self.last
+
+    def left(self, tokens):
+        """Seconds that so many more tokens will take, at the mean pace of all that was read."""
+        return tokens * self.all_seconds / self.all_tokens if self.all_tokens else tokens / self.last[0]
 
     def pause(self, began):
         """What happened since `began` (time.perf_counter()) was not training."""

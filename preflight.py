@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import checkpoint
 import configurator
 import data.loader as loading
-from configurator import ConfigError, ModelConfig, TrainConfig, expand_layers
+from configurator import ConfigError, ModelConfig, TrainConfig, expand_layers, parse_layers
 from context import REFUSED
 from data.prepare import prepare_builtin
 from data.tokens import Dataset, check_vocab
-from model import Model, SparseAttention, format_bytes
+from model import MIXERS, Model, SparseAttention, format_bytes, register_from, unknown_mixer
 from swap import swapped
 
 # What a resumed run may change; everything else would make it another run.
@@ -88,8 +88,8 @@ def plan(argv, ranks, description):
 
     resolved, folder, meta = _settings(argv, ranks, description, problems)
     config, loader = resolved.config, None
-    problems += _conflicts(resolved, ranks)
     device, dtype = attempt(resolve_device, config, ranks.local if ranks.world > 1 else None) or (torch.device("cpu"), "float32")
+    problems += _conflicts(resolved, ranks, dtype)
     if config.cuda_graph and device.type != "cuda":
         problems.append(f"cuda_graph=True needs a CUDA device, device is {device.type!r}")
     if config.backend == "triton" and device.type != "cuda":
@@ -101,7 +101,7 @@ def plan(argv, ranks, description):
     here = ranks.union([] if dataset is not None else ["-"]) == []
     config = ranks.first(_complete, config, dataset if here else None, device, dtype, ranks)
     if here:
-        attempt(_check_data, dataset, config, ranks)
+        attempt(_check_data, dataset, config)
         loader = attempt(_loader, dataset, config)
         attempt(_check_origin, config, dataset, loader, folder, meta)
     model = attempt(_on_paper, config)
@@ -124,6 +124,22 @@ def plan(argv, ranks, description):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings
+
+
+class RunConfig(TrainConfig):
+    """The settings with a check that the configurator cannot make, which knows no mixers."""
+
+    def conflicts(self):
+        yield from super().conflicts()
+        try:
+            if self.mixers is not None:
+                register_from(self.mixers)
+            names = dict.fromkeys(spec.name for spec in parse_layers(self.layers))
+        except ConfigError:  # of the pattern that is said above, of the file where the model is made
+            return
+        for name in names:
+            if name not in MIXERS and name != "mlp":
+                yield {"layers"}, f"layers={self.layers!r}: {unknown_mixer(name)}"
 
 
 def _settings(argv, ranks, description, problems):
@@ -162,7 +178,7 @@ def _resolve(argv, ranks, description):
         if argument == "--resume" or argument.startswith("--resume="):
             resumed = following if argument == "--resume" else argument.partition("=")[2]
     if not resumed or {"-h", "--help"} & set(argv):
-        resolved = configurator.load(TrainConfig, argv, prog="train.py", description=description)
+        resolved = configurator.load(RunConfig, argv, prog="train.py", description=description)
         if (named := resolved.config.resume) is not None:
             raise ConfigError(
                 f"resume={named!r} in a {resolved.sources['resume']}: a run is continued by the flag, --resume={named}"
@@ -172,7 +188,7 @@ def _resolve(argv, ranks, description):
     if meta["loader"] is None:
         raise ConfigError(f"{folder} holds weights alone, no run to continue: start one from it with --init_from={resumed}")
     saved = {**meta["settings"], "out_dir": str(folder.parent), "resume": None, "dry_run": False, "eval_only": False}
-    resolved = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
+    resolved = configurator.load(RunConfig, argv, prog="train.py", base=saved)
     new = resolved.config.model_dump()
     problems = [
         f"{name}={new[name]!r} differs from the run's {saved[name]!r}: a resumed run keeps it "
@@ -211,7 +227,7 @@ def _start_from(resolved, argv):
     ]
     if problems:
         raise ConfigError(problems)
-    again = configurator.load(TrainConfig, argv, prog="train.py", base=saved)
+    again = configurator.load(RunConfig, argv, prog="train.py", base=saved)
     return configurator.Resolved(again.config.model_copy(update={"init_from": str(folder)}), again.sources, again.positional)
 
 
@@ -225,8 +241,8 @@ def _download(name):
     return folder
 
 
-def _conflicts(resolved, ranks):
-    """Clashes between settings, and of settings with the number of processes."""
+def _conflicts(resolved, ranks, dtype=None):
+    """Clashes between settings, and of settings with the number of processes and the device's own compute type."""
     config, share = resolved.config, resolved.config.context_parallel
     if ranks.world % share:
         near = [n for n in range(1, ranks.world + 1) if ranks.world % n == 0]
@@ -255,7 +271,7 @@ def _conflicts(resolved, ranks):
     if config.cuda_graph:
         against = {
             "several processes": ranks.world > 1,
-            "dtype='float16' (its loss scale is decided on the host)": config.dtype == "float16",
+            "dtype='float16' (its loss scale is decided on the host)": (config.dtype or dtype) == "float16",
             "non_finite='skip' (decided on the host)": config.non_finite == "skip",
             "optimizer='muon' (torch.optim.Muon reads its rate on the host)": config.optimizer == "muon",
         }
@@ -308,10 +324,8 @@ def _free_folder():
 # Data, checkpoint, folder
 
 
-def _check_data(dataset, config, ranks):
-    if ranks.rank == 0:
-        for file in (*dataset.train, dataset.val):
-            check_vocab(file, config.vocab_size)
+def _check_data(dataset, config):
+    check_vocab([*dataset.train, dataset.val], config.vocab_size)
     loading.heldout_batches(dataset.val, config.block_size, 1)  # an empty held-out split is found now, not at step 500
 
 

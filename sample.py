@@ -102,12 +102,13 @@ class Sampler:
         self.logprobs = torch.zeros(rows, device=device) if logprobs else None
         self.generators, self.drawn = [], 0
 
-    def reset(self, seeds, prompts):
+    def reset(self, seeds, occurred):
         """For new sequences: the seed of each row, and the ids that occurred in it so far."""
         self.generators, self.drawn = [torch.Generator().manual_seed(seed) for seed in seeds], 0
         if self.seen is not None:
             self.seen.zero_()
-            for row, ids in enumerate(prompts):
+            for row, ids in enumerate(occurred):
+                ids = [i for i in ids if i < self.vocab]
                 self.seen[row, torch.tensor(ids, dtype=torch.int64, device=self.seen.device)] = True
 
     def refill(self):
@@ -175,12 +176,13 @@ class Read(NamedTuple):
     state: ModelState
     logits: torch.Tensor | None  # (1, vocab) of the next token; None: something must be read first
     unfed: tuple = ()  # ids that were drawn and not yet fed
+    occurred: frozenset = frozenset()  # ids in the text so far, for repetition_penalty
 
 
 class Engine:
     """A model ready to write. Keep one for many requests: on CUDA it holds bf16 weights packed for decoding and captured graphs.
 
-    model: in evaluation mode; vocab: ids from here on are padding, never drawn and not allowed in prompts; eot: the id that an
+    model: in evaluation mode; vocab: ids from here on are never drawn, and but for eot not allowed in prompts; eot: the id that an
     empty prompt stands for; dtype: float32 or bfloat16; chunk: tokens read at once, over all prompts.
     """
 
@@ -273,7 +275,8 @@ class Generator:
             raise ConfigError(f"{len(self.seeds)} seeds for {self.rows} rows: one each, or one number")
         self.stop_tokens = torch.tensor(sorted(stop_tokens), dtype=torch.int64)
         self.after, self.progress, self.with_logprobs, self.logprobs = after, progress, logprobs, None
-        past = 0 if after is None else after.state.longest
+        past, before = (0, frozenset()) if after is None else (after.state.longest, after.occurred)
+        self.occurred = [before.union(ids) for ids in self.prompts]
         self.capacity = past + max(map(len, self.prompts)) + max_new_tokens
         self._check_positions(past)
         self.ended = torch.zeros(self.rows, dtype=torch.bool)
@@ -286,8 +289,8 @@ class Generator:
             if eot is None:
                 raise ConfigError("the prompt is empty: it needs at least one token, such as the one that opens a document")
             ids = [eot]
-        if ids and (min(ids) < 0 or max(ids) >= vocab):
-            wrong = next(i for i in ids if not 0 <= i < vocab)
+        if ids and (min(ids) < 0 or max(ids) >= vocab) and set(ids) - {*range(vocab), eot}:
+            wrong = next(i for i in ids if not 0 <= i < vocab and i != eot)
             raise ConfigError(f"the prompt has token id {wrong}: allowed are 0 to {vocab - 1}")
         return ids
 
@@ -311,9 +314,9 @@ class Generator:
             logits = self.after.logits
         for layer in self.state.layers:
             layer.length[self.rows :] = 0  # rows that fill up a bucket
-        self.steps.sampler.reset(self.seeds, [ids for ids in self.prompts for _ in range(self.n)])
-        self.first = Read(first, self.steps.read(self.prompts, first, logits, self.progress))
-        self.fed = self.taken = 0
+        self.steps.sampler.reset(self.seeds, [ids for ids in self.occurred for _ in range(self.n)])
+        self.first = Read(first, self.steps.read(self.prompts, first, logits, self.progress), occurred=self.occurred[0])
+        self.fed, self.taken, self.written = 0, 0, set()
 
     def __iter__(self):
         self.start()
@@ -326,6 +329,7 @@ class Generator:
                 self._next()
             tokens, self.logprobs = fetch()
             self.drawn, self.taken = torch.where(self.ended, -1, tokens[: self.rows]), self.taken + 1
+            self.written.update(self.drawn.tolist())
             yield self.drawn
             self.ended |= torch.isin(self.drawn, self.stop_tokens)
             if self.ended.all():
@@ -354,7 +358,7 @@ class Generator:
             raise ConfigError(f"{self.rows} rows: a single one can be gone on from")
         if not self.taken:
             return self.first
-        return Read(self.state.rows(1), None, () if self.fed == self.taken else (int(self.drawn),))
+        return Read(self.state.rows(1), None, () if self.fed == self.taken else (int(self.drawn),), self.occurred[0] | self.written)
 
 
 class TextStream:
@@ -425,7 +429,8 @@ def save_state(path, read, belongs):
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        read.state.save(beside, belongs, logits=read.logits.float().cpu())
+        occurred = torch.tensor(sorted(read.occurred), dtype=torch.int64)
+        read.state.save(beside, belongs, logits=read.logits.float().cpu(), occurred=occurred)
         os.replace(beside, path)
     except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
         with contextlib.suppress(OSError):
@@ -437,10 +442,11 @@ def load_state(path, engine, belongs):
     """The `Read` that `save_state` wrote; ConfigError says why, if it does not belong to this model."""
     try:
         with safe_open(path, "pt") as file:
-            saved, logits = file.metadata() or {}, file.get_tensor("logits") if "logits" in file.keys() else None  # noqa: SIM118
+            saved, names = file.metadata() or {}, set(file.keys())
+            logits, occurred = (file.get_tensor(name) if name in names else None for name in ("logits", "occurred"))
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"load_state={str(path)!r}: cannot be read as a saved state ({e})") from e
-    if logits is None or "longest" not in saved:
+    if logits is None or occurred is None or "longest" not in saved:
         raise ConfigError(f"load_state={str(path)!r}: is no state that --save_state wrote")
     for name, mine in belongs.items():
         if saved.get(name) != mine:
@@ -450,7 +456,7 @@ def load_state(path, engine, belongs):
             )
     longest = max(json.loads(saved["longest"]))
     state = engine.model.init_state(1, longest, dtype=engine.dtype)
-    return Read(state.load(path), logits.to(engine.device))
+    return Read(state.load(path), logits.to(engine.device), occurred=frozenset(occurred.tolist()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -467,7 +473,7 @@ class SampleConfig(Settings):
     top_k: int | None = Field(200, ge=1, description="only the k most likely tokens are drawn; none or more than there are: all")
     top_p: float | None = Field(None, gt=0, le=1, description="of those the fewest that hold this much probability; none: all")
     min_p: float | None = Field(None, ge=0, le=1, description="of those the ones at least this times as likely as the likeliest")
-    repetition_penalty: float = Field(1.0, gt=0, description="above 1: tokens of this prompt and sample become less likely")
+    repetition_penalty: float = Field(1.0, gt=0, description="above 1: tokens of the text so far become less likely")
     stop: str | None = Field(None, min_length=1, description="a sample ends before this text; \\n: a new line; several: a|b")
     seed: int = Field(1337, ge=0, le=2**62, description="seed of the first sample's draws; the others have the numbers after it")
     logprobs: bool = Field(False, description="print the model's log-probability of each token that was drawn")
@@ -479,6 +485,11 @@ class SampleConfig(Settings):
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="compute type; none: bfloat16 on CUDA, else float32")
 
     _positional: ClassVar[str | None] = "RUN"
+    _instead: ClassVar[dict[str, str]] = {
+        "out_dir": "the run to write with stands by itself: python sample.py out/demo",
+        "init_from": "the model to write with stands by itself: python sample.py out/demo (GPT-2: python convert.py from_hf "
+        "openai-community/gpt2 out/gpt2 makes a run of it)",
+    }
 
     def conflicts(self):
         if self.interactive:
@@ -500,6 +511,11 @@ def prompt_text(start):
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--start={str(path)!r}: cannot be read as UTF-8 text ({e})") from e
+
+
+def drawable(tokenizer, meta):
+    """The ids below this number may be drawn: all, or all but the separator, where the model has not learned it (its last id)."""
+    return tokenizer.eot if meta["separator"] == "none" else tokenizer.vocab_size
 
 
 def opening(ids, tokenizer, separator):
@@ -632,7 +648,8 @@ def main(argv):
         raise ConfigError(f"one run or checkpoint folder is needed, got {len(resolved.positional)}: python sample.py out/demo")
     device, dtype = resolve_device(config)
     model, tokenizer, meta = checkpoint.load_model(resolved.positional[0], device)
-    engine = Engine(model, vocab=tokenizer.vocab_size, eot=tokenizer.eot, dtype=dtype, chunk=config.prefill_chunk)
+    vocab = drawable(tokenizer, meta)
+    engine = Engine(model, vocab=vocab, eot=tokenizer.eot, dtype=dtype, chunk=config.prefill_chunk)
     after = load_state(config.load_state, engine, identity(meta, tokenizer)) if config.load_state else None
     if config.interactive:
         converse(engine, tokenizer, after, config, meta["separator"])

@@ -22,12 +22,14 @@ class Settings(BaseModel):
     written as a whole float (1e3), a float as an int. A subclass adds fields, and overrides:
       conflicts()  checks between settings;
       _needs       {"a": ("b", value)}: the flag --a has an effect only while b == value, and is refused otherwise;
-      _positional  name of the other arguments in the usage line, such as "RUN"; None: there are none.
+      _positional  name of the other arguments in the usage line, such as "RUN"; None: there are none;
+      _instead     {"a": line}: what to write in place of the flag --a, which other programs have or which rarely is what is meant.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
     _needs: ClassVar[dict[str, tuple[str, object]]] = {}
     _positional: ClassVar[str | None] = None
+    _instead: ClassVar[dict[str, str]] = {}
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         """Yield (settings involved, one line) for each clash between settings that are fine by themselves."""
@@ -69,7 +71,9 @@ class ModelConfig(Settings):
     vocab_size: int | None = Field(None, ge=1, description="number of token ids; none: the tokenizer's")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
     bias: bool = Field(False, description="biases in the linear layers")
-    ffn: Literal["swiglu", "gelu", "relu2"] = Field("swiglu", description="feed-forward network of a layer")
+    ffn: Literal["swiglu", "gelu", "gelu_exact", "relu2"] = Field(
+        "swiglu", description="feed-forward network of a layer; gelu: its tanh form, as in GPT-2"
+    )
     residual: Literal["pre", "post", "sandwich", "normed"] = Field(
         "pre", description="where the norms are: before, after, on both sides, or on the residual stream itself"
     )
@@ -214,6 +218,8 @@ def choices(annotation: object) -> list[object]:
 def unknown_setting(cls: type[Settings], name: str) -> str:
     """The line for a name that is no setting of cls, with the nearest one that is."""
     plain = name.lower().replace("-", "_")
+    if plain in cls._instead:
+        return f"unknown setting '{name}': {cls._instead[plain]}"
     switch = plain.removeprefix("no_")
     if switch != plain and switch in cls.model_fields and bool in kinds(cls.model_fields[switch].annotation):
         return f"unknown setting '{name}': did you mean --{switch}=false?"

@@ -156,9 +156,9 @@ def _useless_flags(config: Settings, flags: dict[str, str | None]) -> list[str]:
     for name, (switch, needed) in config._needs.items():
         now = getattr(config, switch)
         if name in flags and now != needed:
-            problems.append(
-                f"{_flag(name, flags[name])} has no effect with {switch}={_shown(now)}: drop it, or use {switch}={_shown(needed)}"
-            )
+            instead = f"; {config._instead[name]}" if name in config._instead else ""
+            useless = f"{_flag(name, flags[name])} has no effect with {switch}={_shown(now)}"
+            problems.append(f"{useless}: drop it, or use {switch}={_shown(needed)}{instead}")
     return problems
 
 

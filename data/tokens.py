@@ -18,6 +18,7 @@ begins with EOT 50256), as are nanoGPT's headerless uint16 files (each document 
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 SEPARATORS = {1: "before", 2: "after"}
 GPT2_EOT = 50256
-HASHED_AT_OPENING = 2**28  # bytes of training files that are hashed at every start: a quarter of a second
+HASHED_AT_OPENING = 2**28  # bytes of training files that are hashed, and read for their ids, at every start: half a second
 DATA_DIR = Path(__file__).resolve().parent
 
 
@@ -41,8 +42,9 @@ class TokenFile:
     """One file of tokens, opened for reading.
 
     `count` tokens of `dtype`; `separator` ("before" or "after") says where a document has its EOT, whose id is `eot`;
-    `vocab_size` and `tokenizer_hash` are None where the format does not say; `row` is 0 without rows. Raises ConfigError if the
-    file is missing, empty, truncated or of an unknown version.
+    `vocab_size` and `tokenizer_hash` are None where the format does not say; `row` is 0 without rows; ids from `bound` on, which
+    `check_vocab` sets, are refused when they are read. Raises ConfigError if the file is missing, empty, truncated or of an unknown
+    version.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -52,6 +54,7 @@ class TokenFile:
         self.vocab_size: int | None = None
         self.tokenizer_hash: str | None = None
         self.row = 0
+        self.bound: int | None = None
         self._start = 0
         size = self.path.stat().st_size
         # As uint16 the magic begins with 55432, which no GPT-2 vocabulary has: headerless files cannot look like it.
@@ -112,6 +115,8 @@ class TokenFile:
         piece = np.fromfile(self.path, dtype=self.dtype, count=wanted, offset=offset)
         if len(piece) != wanted:
             raise ConfigError(f"{self.path} changed: expected tokens {start} to {stop}, found {len(piece)}")
+        if self.bound is not None:
+            _check_ids(piece, self.bound, self.path, start)
         return piece
 
     @functools.cached_property
@@ -124,6 +129,9 @@ class TokenFile:
         """Copies of some rows and of their labels, both int64 [len(rows), row]; -1 where there is no label."""
         tokens, labels = self._rows()[:, rows].astype(np.int64)  # one opening for all rows
         labels[labels == np.iinfo(self.dtype).max] = -1
+        if self.bound is not None:
+            for row, ids in zip(rows, np.maximum(tokens, labels), strict=True):
+                _check_ids(ids, self.bound, self.path, int(row) * self.row)
         return tokens, labels
 
     def _rows(self) -> np.memmap:
@@ -195,14 +203,18 @@ def _write_labels(file, labels: Iterable[np.ndarray], dtype: np.dtype, vocab_siz
         raise ConfigError(f"{path}: {expected} tokens need as many labels, found {count}")
 
 
-def check_vocab(file: TokenFile, vocab_size: int) -> None:
-    """Read the whole file once; raises ConfigError naming the first id that a model of `vocab_size` does not have.
+def check_vocab(files: Sequence[TokenFile], vocab_size: int, most: int = HASHED_AT_OPENING) -> None:
+    """Refuse ids that a model of `vocab_size` does not have: on a GPU such an id is a device assertion far from its cause.
 
-    On a GPU such an id is a device assertion far from its cause.
+    About `most` bytes are read now: all of the files, or evenly spread pieces of them. Every later read is checked as well.
+    Raises ConfigError naming the first such id.
     """
-    step = 2**22
-    for start in range(0, file.count, step):
-        _check_ids(file.read(start, min(start + step, file.count)), vocab_size, file.path, start)
+    step = 2**16
+    every = math.ceil(sum(file.count * file.dtype.itemsize for file in files) / most)
+    for file in files:
+        file.bound = vocab_size
+        for start in range(0, file.count, every * step):
+            file.read(start, min(start + step, file.count))
 
 
 def _check_ids(array: np.ndarray, vocab_size: int, path: Path, start: int) -> None:

@@ -267,7 +267,7 @@ def test_command_line_with_a_file(root, tmp_path):
     assert "running_mean: packed: gates as they are: error " in done.stdout
     done = run(root, path, "runing_mean")
     assert done.returncode == 2 and done.stdout == ""
-    assert "error: unknown mixer 'runing_mean' in layers: did you mean 'running_mean'?" in done.stderr
+    assert "error: unknown mixer 'runing_mean': did you mean 'running_mean'?" in done.stderr
     with pytest.raises(ConfigError, match="nothing to examine"):
         check.main([str(empty)])
 

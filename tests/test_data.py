@@ -247,12 +247,33 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         token_file(tmp_path / "a.bin", [[-1]])
     assert list(tmp_path.iterdir()) == []  # nothing half-written is left
     file = token_file(tmp_path / "a.bin", [[9, 1, 7, 8]])
-    check_vocab(file, 10)
+    check_vocab([file], 10)
     with pytest.raises(ConfigError, match="id 9 at position 0"):
-        check_vocab(file, 9)
+        check_vocab([file], 9)
     np.array([3, 70, 2], dtype="<u2").tofile(tmp_path / "bare.bin")
-    with pytest.raises(ConfigError, match="id 70 at position 1"):
-        check_vocab(TokenFile(tmp_path / "bare.bin"), 65)
+    with pytest.raises(ConfigError, match="bare.bin: token id 70 at position 1"):
+        check_vocab([file, TokenFile(tmp_path / "bare.bin")], 65)
+
+
+def test_ids_of_large_files_are_checked_in_part_at_once_and_wholly_as_they_are_read(tmp_path):
+    """Of 8 pieces the first and the fifth are read; what lies elsewhere is named by the batch that would have it."""
+    piece, ids = 2**16, np.zeros(8 * 2**16, dtype="<u2")
+    ids[3 * piece] = 70
+    ids.tofile(tmp_path / "bare.bin")
+    file = TokenFile(tmp_path / "bare.bin")
+    check_vocab([file], 65, most=ids.nbytes // 4)
+    loader = Loader([file], 1024, seed=0, shuffle=False)
+    loader.batch(0, 2)
+    with pytest.raises(ConfigError, match=f"bare.bin: token id 70 at position {3 * piece} is outside the vocabulary of 65"):
+        loader.batch(3 * piece // 1024 - 1, 2)
+    with pytest.raises(ConfigError, match="token id 70"):
+        list(heldout_batches(file, 1024, 64))
+    ids[4 * piece] = 80
+    ids.tofile(tmp_path / "bare.bin")
+    with pytest.raises(ConfigError, match=f"token id 80 at position {4 * piece}"):
+        check_vocab([file], 65, most=ids.nbytes // 4)
+    with pytest.raises(ConfigError, match="token id 70"):
+        check_vocab([file], 65)
 
 
 # -- documents and labels --------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ FUSED = {  # how many halves of the pattern's four layers run as the model has t
     "dsa(top_k=12, local=4, index_heads=2, index_dim=8) mla": 2,
     "mamba2(head_dim=16, d_state=16) mlp mamba2(head_dim=16, d_state=16, groups=2) attn(rope=none)": 1,
     "gdn(n_key_head=1, neg_eigval=true) attn(residual=post, qk_norm=full, gate=true)": 2,
+    "attn(ffn=gelu_exact, gate=true)": 4,
 }
 
 
@@ -35,6 +36,7 @@ MORE = [
     "attn(gate=true, rope=partial, n_kv_head=1) kda(low_rank=false, gate=none)",
     f"dsa(top_k=4, local=2, {FEW}, rope=partial, gate=true) dsa(top_k=3, local=0, {FEW}, rope=none, qk_norm=false)",
     f"dsa(top_k=4, local=2, {FEW}, mode=dense) attn(qk_norm=false)",
+    "attn(ffn=gelu_exact, gate=true)",
 ]
 
 

@@ -126,6 +126,13 @@ def test_generation_does_not_depend_on_the_batch(run, lm):
 # -- policy ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_generates_in_another_type_than_it_scores_says_so(run, caplog):
+    half = HybridLM(run, device="cpu", dtype="float16")
+    assert ask(half, "loglikelihood", ("The ship", " lay"))[0][0] < 0 and not caplog.records
+    ask(half, "generate_until", ("The ship", {"until": [], "max_gen_toks": 2}))
+    assert "generated in float32" in caplog.text
+
+
 def test_policy_can_be_set_and_is_recorded(run):
     lm = HybridLM(run, device="cpu", max_length="16", add_bos_token="false")
     assert lm.policy == {"bos": False, "truncation": "left", "max_length": 16} == lm.get_model_info()["policy"]

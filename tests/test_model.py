@@ -273,7 +273,7 @@ def test_a_full_cache_says_so():
         ("attn(rope=half)", "'full', 'partial' or 'none'"),
         ("attn(n_head=4, n_kv_head=3)", "n_head=4 is not a multiple of n_kv_head=3"),
         ("attn(head_dim=7)", "not even"),
-        ("attn(ffn=wide)", "'swiglu', 'gelu', 'relu2' or 'none'"),
+        ("attn(ffn=wide)", "'swiglu', 'gelu', 'gelu_exact', 'relu2' or 'none'"),
         ("attn(alpha=2.0)", "no effect without residual=normed"),
         ("swa(window=0)", "greater than or equal to 1"),
         ("swa(window=true)", "window=True"),

@@ -88,6 +88,22 @@ def test_two_hundred_tokens(pattern):
         assert columns(Generator(model, prompt, max_new_tokens=200, temperature=0)) == [greedy(model, prompt, 200)[0]]
 
 
+def test_a_penalty_knows_the_text_before(tmp_path):
+    """What a loaded state and earlier turns hold counts as in one reading of the whole."""
+    engine, ids, options = Engine(model_of("gdn attn")), tokens_of(1, 40)[0].tolist(), {"temperature": 0, "repetition_penalty": 4.0}
+    [want] = columns(Generator(engine, ids, max_new_tokens=24, **options))
+    assert want != columns(Generator(engine, ids, max_new_tokens=24, temperature=0))[0]
+    first = Generator(engine, ids[:25], max_new_tokens=0)
+    first.start()
+    sample.save_state(tmp_path / "a.state", first.first, {})
+    after, written, rest = sample.load_state(tmp_path / "a.state", engine, {}), [], ids[25:]
+    assert after.occurred == set(ids[:25])
+    for _ in range(3):
+        turn = Generator(engine, rest, max_new_tokens=8, after=after, **options)
+        written, after, rest = written + columns(turn)[0], turn.read(), []
+    assert written == want and after.occurred == {*ids, *want}
+
+
 def test_a_generator_writes_once():
     generator = Generator(model_of(next(iter(RECIPES))), [1, 2, 3], max_new_tokens=4)
     next(iter(generator))

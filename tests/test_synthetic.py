@@ -129,7 +129,7 @@ def test_labels_of_a_file_of_rows(tmp_path):
     labels[5:] = 1
     write_tokens(tmp_path / "more.bin", [tokens], labels=[labels], **about)
     assert Loader([TokenFile(tmp_path / "more.bin")], 4, seed=0).batch(0, 2).places is None  # nearly all have one
-    check_vocab(file, 10)
+    check_vocab([file], 10)
     with pytest.raises(ConfigError, match="8 tokens need as many labels, found 3"):
         write_tokens(tmp_path / "x.bin", [tokens], labels=[labels[:3]], **about)
     with pytest.raises(ConfigError, match="token id 10 at position 1 is outside the vocabulary"):
