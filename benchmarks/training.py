@@ -48,7 +48,7 @@ from benchmarks.scaling import processes, scaling
 from configurator import ConfigError, TrainConfig
 from model import Model, format_bytes
 from optim import Optimizers
-from train import start
+from train import compiled, start
 
 RECIPES = Path(__file__).resolve().parent.parent / "configurator" / "recipes"
 SIZES = {  # of a layer pattern, and of the peers
@@ -167,7 +167,7 @@ def ours(job, device):
     """The model, a function for the loss of tokens and labels, what comes after the backward pass, training FLOPs a token."""
     config = settings_of(job.item, job.T, job.batch, job.size, job.compiled, job.bias)
     model = start(config, device)
-    run, optimizer = torch.compile(model) if job.compiled else model, Optimizers(model, config, device)
+    run, optimizer = compiled(model) if job.compiled else model, Optimizers(model, config, device)
 
     def loss(tokens, labels):
         return run(tokens, labels, total=True).loss / labels.numel()

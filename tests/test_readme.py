@@ -100,5 +100,5 @@ def test_links_and_files_exist(root):
     text = (root / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (root / target).exists(), target
-    for name in re.findall(r"^\| `([\w./]+)`", text.split("## Where things are")[1], re.M):
+    for name in re.findall(r"^\| `([\w./]+)`", text.split("## Where things are")[1].split("\n## ")[0], re.M):
         assert (root / name).exists(), name

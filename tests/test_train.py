@@ -14,6 +14,7 @@ import torch
 from tiny import TINY, curve, fails, flags, metrics, prepare, prepare_tiny, runner, same, weights, words
 
 import checkpoint
+import configurator
 import kernels
 import monitor
 import optim
@@ -189,6 +190,17 @@ def test_out_of_memory_says_what_to_do(run, monkeypatch, capsys, tmp_path):
     with pytest.raises(ConfigError, match="batch_size=2.*Tried to allocate.*--batch_size=1 --gradient_accumulation_steps=2"):
         run("--max_iters=3", "--save_interval=1")
     assert capsys.readouterr().out.splitlines()[-1] == f"python train.py --resume={tmp_path / 'run'}"
+    for part in ("evaluate", "__init__"):  # before the first step, too
+        monkeypatch.setattr(train.Trainer, part, lambda self, *_: full(SimpleNamespace(step=2), None, None))
+        with pytest.raises(ConfigError, match="batch_size=2.*Tried to allocate"):
+            run("--eval_only")
+
+
+def test_cuda_graphs_do_not_go_with_float16_where_the_device_chose_it():
+    resolved, alone = configurator.load(TrainConfig, ["--cuda_graph"]), SimpleNamespace(world=1)
+    assert list(preflight._conflicts(resolved, alone, "bfloat16")) == []
+    [line] = preflight._conflicts(resolved, alone, "float16")
+    assert line.startswith("cuda_graph=True does not go with dtype='float16'")
 
 
 def test_a_used_folder_is_not_overwritten_unasked(run, tmp_path):
@@ -276,6 +288,33 @@ def test_mistakes_are_one_clear_line(run, dataset, tmp_path):
     assert "'é'" in fails(sample.main, out, "--start=red é")[0]
     assert "cannot be read" in fails(sample.main, out, f"--start=FILE:{tmp_path / 'none'}")[0]
     assert "one run or checkpoint folder" in fails(sample.main)[0]
+    [line] = fails(sample.main, f"--out_dir={out}")  # as nanoGPT has it
+    assert line == "unknown setting 'out_dir': the run to write with stands by itself: python sample.py out/demo"
+
+
+def test_an_id_that_the_start_did_not_read_is_named_before_a_model_gets_it(run, monkeypatch, capsys):
+    def loader_of(*args):
+        made = real(*args)
+        for file in made.files:
+            file.bound = 5
+        return made
+
+    real = preflight._loader
+    monkeypatch.setattr(preflight, "_loader", loader_of)
+    with pytest.raises(ConfigError, match=r"train.bin: token id \d+ at position \d+ is outside the vocabulary of 5"):
+        run("--max_iters=3")
+    assert "stopped by an error; nothing is saved yet" in capsys.readouterr().out
+
+
+def test_unknown_mixers_are_told_with_other_mistakes(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text('n_head = 3\nlayers = "gdn attm(window=3) gdm"\n')
+    a, b, c, d = fails(train.main, "--learning_rte", "3", "--compile", recipe)
+    assert "'learning_rte'" in a and "n_head=3" in b
+    assert all(f"{recipe}:2: layers=" in line and f"unknown mixer '{name}'" in line for line, name in ((c, "attm"), (d, "gdm")))
+    a, b = fails(train.main, "--layers", "gdn(n_key_head=7) gdnn", "--n_layer=0")
+    assert a == "n_layer=0: must be at least 1" and "'gdn(n_key_head=7) gdnn': unknown mixer 'gdnn': did you mean 'gdn'?" in b
+    assert len(fails(train.main, "--n_layer=0", "--layers=gdn mlp")) == 1
 
 
 def test_exit_code_2_without_a_traceback(root, tmp_path):
@@ -464,6 +503,22 @@ def test_a_compiled_model_is_saved_under_its_own_names(run, monkeypatch):
     assert weights(out).keys() == dict(model.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("layers", ["gdn(ffn=none)", "mamba2(head_dim=8, d_state=8, ffn=none)", "kda(ffn=none)"])
+def test_a_compiled_backward_runs_outside_autocast(layers, monkeypatch):
+    torch.manual_seed(0)
+    model = Model(ModelConfig(layers=layers, n_layer=1, n_head=2, n_embd=32, block_size=70, vocab_size=65))
+    tokens, grads = torch.randint(65, (2, 70)), []
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    for run in (train.compiled(model), model):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(tokens, tokens, total=True).loss
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_a_compiler_that_fails_is_one_clear_line(run, monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler found")
@@ -568,17 +623,21 @@ def test_peaks_are_of_the_device_or_not_given():
     assert monitor.peak_flops(torch.device("cpu"), "bfloat16") is None
 
 
-def test_throughput_is_tokens_over_the_time_of_training(monkeypatch):
+def test_throughput_is_that_since_the_last_reading_and_time_left_that_of_all(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
     clock = monitor.Clock()
     now[0] = 130.0
     clock.add(60, 0.0, torch.device("cpu"))  # the first step compiles for half a minute
-    assert clock.first_step == 30.0 and clock.read() == (2.0, 0.0)
+    assert clock.first_step == 30.0 and clock.read() == (2.0, 0.0) and clock.left(60) == 30.0
     now[0] = 138.0
     clock.pause(135.0)  # three seconds of evaluation
     clock.add(1000, 2.0, torch.device("cpu"))
-    assert clock.read() == (200.0, 0.4)
+    assert clock.read() == (200.0, 0.4) and clock.left(1000) == 5.0
+    now[0] = 143.0
+    clock.add(3000, 0.0, torch.device("cpu"))
+    assert clock.read() == (600.0, 0.0) and clock.left(4000) == 10.0
+    assert clock.read() == (600.0, 0.0)
 
 
 @pytest.mark.parametrize(
