@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from . import launch
+from .launch import given
 from .reference import l2_norm_heads, segment_runs
 
 WIDEST = 8  # taps
@@ -309,10 +310,6 @@ def plan(kernel, x, weight, bias, state, ids, silu, l2_width):
     return _plan(kernel, launch.architecture(x), x.element_size(), *sizes, *given, silu, l2_width)
 
 
-def _or(x, other):
-    return other if x is None else x
-
-
 def _forward_pass(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, ids: torch.Tensor | None,
     silu: bool, l2_heads: int, l2_width: int, eps: float,
@@ -321,7 +318,7 @@ def _forward_pass(
     y, final = x.new_empty(B, T, D), x.new_empty(B, weight.shape[1] - 1, D)
     p = plan("forward", x, weight, bias, state, ids, silu, l2_width)
     p.launch(
-        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), y, final, T, D, p.ND, p.NT, p.L,
+        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), y, final, T, D, p.ND, p.NT, p.L,
         l2_heads * l2_width, x.stride(0), x.stride(1), eps,
     )  # fmt: skip
     return y, final
@@ -337,8 +334,8 @@ def _backward_pass(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, ep
     p = plan("backward", x, weight, bias, state, ids, silu, l2_width)
     parts = x.new_empty(B * p.NT, D * (W if bias is None else W + 1), dtype=torch.float32)
     p.launch(
-        p.programs, x, weight, _or(bias, weight), _or(state, weight), _or(ids, weight), dy, dx, _or(dstate, dx), parts, T, D, p.ND,
-        p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
+        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), dy, dx, given(dstate, dx), parts, T,
+        D, p.ND, p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
     )  # fmt: skip
     total, dbias = parts.sum(0), None
     if bias is not None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from . import launch
+from .launch import given
 
 WIDEST = 16384  # channels of a row
 NO_GATE, GATE_LAST, GATE_FIRST = 0, 1, 2
@@ -174,10 +175,6 @@ def _rows(x):
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _or(x, other):
-    return other if x is None else x
-
-
 def _forward_pass(
     x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, offset: float,
     mean: bool, center: bool, gate: int, silu: bool,
@@ -187,7 +184,7 @@ def _forward_pass(
     z = x if z is None else _rows(z)
     p = plan("forward", x, weight, bias, center, gate, silu)
     p.launch(
-        p.programs, x, z, _or(weight, x), _or(bias, x), y, p.R, p.H, p.groups, p.D,
+        p.programs, x, z, given(weight, x), given(bias, x), y, p.R, p.H, p.groups, p.D,
         x.stride(0), x.stride(1), z.stride(0), z.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
     )  # fmt: skip
     return y
@@ -201,8 +198,9 @@ def _backward_pass(x, z, weight, bias, dy, eps, offset, mean, center, gate, silu
     p = plan("backward", x, weight, bias, center, gate, silu)
     dweight, dbias = (None if w is None else x.new_empty(p.P, p.groups * p.D, dtype=torch.float32) for w in (weight, bias))
     p.launch(
-        p.programs, x, z, _or(weight, x), dy, dx, _or(dz, dx), _or(dweight, dx), _or(dbias, dx), p.R, p.H, p.groups, p.N, p.P, p.D,
-        x.stride(0), x.stride(1), z.stride(0), z.stride(1), dy.stride(0), dy.stride(1), 1.0 / p.D if mean else 1.0, eps, offset,
+        p.programs, x, z, given(weight, x), dy, dx, given(dz, dx), given(dweight, dx), given(dbias, dx), p.R, p.H, p.groups,
+        p.N, p.P, p.D, x.stride(0), x.stride(1), z.stride(0), z.stride(1), dy.stride(0), dy.stride(1),
+        1.0 / p.D if mean else 1.0, eps, offset,
     )  # fmt: skip
     dweight = None if weight is None else dweight.sum(0).view(weight.shape).to(weight.dtype)
     dbias = None if bias is None else dbias.sum(0).view(bias.shape).to(bias.dtype)
