@@ -32,7 +32,7 @@ import triton.language as tl
 
 from .launch import Tile, architecture, direct, launch, operand_types, ready, shared_by_layers, tile, traced
 from .reference import segment_runs
-from .triton_recurrence import MERGE, _by_token, _half, inverse_64, solved
+from .triton_recurrence import _by_token, _half, inverse_64, solved
 
 C = 64
 BK_TILE = 64  # key channels of a tile; narrower heads are padded with zeros, which a descriptor reads beyond the end
@@ -188,7 +188,7 @@ def _operands(b_q, b_k, b_d, most, rows, columns, BK: tl.constexpr, WIDE: tl.con
 def prepare_kernel(
     q, k, g, beta, documents, qe, ke, kr, E, A, P, scale, T, H, N, s_q, s_k, s_g,
     R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    MERGE: tl.constexpr, WIDE: tl.constexpr, PREC: tl.constexpr,
+    WIDE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the scaled q and k (B, H, T, K), E (B, H, N, K), A' and P (B, H, T, 64)."""
     i = tl.program_id(0).to(tl.int64)
@@ -237,7 +237,7 @@ def prepare_kernel(
     m_x = t0 + o_c[:, None] < T
     tl.store(P + o_x, tl.where(below, b_P * scale, 0.0).to(P.dtype.element_ty), mask=m_x)
     b_L = tl.where(below & (o_c[:, None] > o_c[None, :]), b_L * b_beta[:, None], 0.0)
-    b_A = inverse_64(b_L, MERGE, WIDE != tl.float32) * b_beta[None, :]
+    b_A = inverse_64(b_L, PREC, WIDE != tl.float32) * b_beta[None, :]
     if WIDE != tl.float32:
         b_A = tl.clamp(b_A, -65504.0, 65504.0)
     tl.store(A + o_x, b_A.to(A.dtype.element_ty), mask=m_x)
@@ -570,7 +570,7 @@ def _prepare(s, q, k, g, beta, documents, scale, scores):
     if scores:
         chosen = s.options("prepare", "R", "K", "BK", "NK", "WIDE", "PREC")
         A, P = (torch.empty(s.B, s.H, s.T, C, dtype=kind, device=q.device) for kind in (_half(q.dtype), q.dtype))
-        prepare = launch(prepare_kernel, MERGE=MERGE, **flags, **chosen)
+        prepare = launch(prepare_kernel, **flags, **chosen)
         prepare(s.N * s.B * s.H, q, k, g, beta, ids, *operands, E, A, P, *sizes)
         return operands, E, A, P
     G = torch.empty(s.B, s.H, s.T, s.K, dtype=torch.float32, device=q.device)

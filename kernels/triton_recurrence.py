@@ -35,7 +35,6 @@ from .launch import architecture, differentiable, direct, interpreted, launch, o
 from .reference import segment_runs
 
 LOG2_E = 1.4426950408889634
-MERGE = "tf32"  # precision of the products of `inverse_64`: tf32x3 takes prepare from 0.16 to 0.39 ms
 C = 64
 COUNTS = ["B", "T", "H", "N", "NS"]  # arguments no kernel is compiled anew for
 
@@ -67,10 +66,10 @@ def inverse_64(b_L, PREC: tl.constexpr, HALF: tl.constexpr = False):
     """(I + L)^-1 of a strictly lower b_L (64, 64), by merging blocks of s into blocks of 2s: X - X S X, with X the inverse of the
     diagonal blocks of s and S what L has between the two of a pair. Unlike powers of L, no intermediate exceeds the inverse.
 
-    Up to blocks of 16 as four products side by side. In tf32 the inverse is 2e-3 off with keys correlated 0.9, about what rounding
-    A' to bf16 costs; in tf32x3 6e-7, but the error of output and gradients then falls by a few percent only. HALF: products in
-    fp16, whose mantissa is tf32's. Its range suffices while beta |k|^2 <= 2, where the update contracts and entries stay below 2
-    for keys of one length; beyond fp16's largest number they are clamped, so that the inverse stays finite but is wrong."""
+    Up to blocks of 16 as four products side by side. In tf32 the inverse is 2e-3 off with keys correlated 0.9, in tf32x3 6e-7: for
+    fp32 inputs that is the error of output and gradients, for 16-bit ones a few percent of it. HALF: products in fp16, whose
+    mantissa is tf32's. Its range suffices while beta |k|^2 <= 2, where the update contracts and entries stay below 2 for keys of
+    one length; beyond fp16's largest number they are clamped, so that the inverse stays finite but is wrong."""
     o, r, o_c = tl.arange(0, 4), tl.arange(0, 16), tl.arange(0, 64)
     same = o[:, None, None, None] == o[None, None, :, None]
     low = tl.sum(tl.where(same, tl.reshape(b_L, (4, 16, 4, 16)), 0.0), axis=2)  # (4, 16, 16): the diagonal blocks
@@ -100,7 +99,7 @@ def _rows(x, i_b, i_h, t0, d0, T, s_t, D: tl.constexpr, BD: tl.constexpr):
 def prepare_kernel(
     k, g, beta, starts, A, G, T, H, N, s_k,
     R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, HAS_STARTS: tl.constexpr, DELTA: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, MERGE: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """G (B H, N, 64) of one chunk of one head, and for the delta rule A' (B, T, H, 64)."""
     i = tl.program_id(0)
@@ -131,7 +130,7 @@ def prepare_kernel(
             b_L *= tl.exp2(tl.where(o_c[:, None] > o_c[None, :], b_G[:, None] - b_G[None, :], float("-inf")))
         else:
             b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0)
-        b_A = inverse_64(b_L, MERGE, DOT != tl.float32) * b_beta[None, :]
+        b_A = inverse_64(b_L, PREC, DOT != tl.float32) * b_beta[None, :]
         b_A = _half_of(b_A) if DOT != tl.float32 else b_A
         tl.store(A + head * 64 + (o_c[:, None] * (H * 64) + o_c[None, :]), b_A, mask=seen[:, None])
 
@@ -541,7 +540,7 @@ class Plan:
         self.B, self.T, self.H, self.K, self.V, self.R, self.N = B, T, H, K, V, H // Hk, triton.cdiv(T, C)
         self.BK, self.delta, self.table, self.launches = max(16, triton.next_power_of_2(K)), delta, table, {}
         self.common = types | {"R": self.R, "DELTA": delta}
-        self.prepare = table["prepare"] | types | {"R": self.R, "K": K, "BK": self.BK, "DELTA": delta, "MERGE": MERGE}
+        self.prepare = table["prepare"] | types | {"R": self.R, "K": K, "BK": self.BK, "DELTA": delta}
         self.forward, self.keep, self.reverse = (self.scan(kernel, V) for kernel in ("forward", "keep", "reverse"))
         self.states, self.eye = self.scan("states", V), self.scan("states", K)
         inputs = dict(table["inputs" if delta else "inputs_linear"])

@@ -26,7 +26,6 @@ def cases(architecture):
         constants = tokens | {"BK": BK, "NK": K // BK, "HAS_DOCUMENTS": packed}
         if name == "prepare":
             kernel, signature = module.prepare_kernel, scale | square | {"beta": "*fp32"}
-            constants |= {"MERGE": module.MERGE}
         else:
             kernel, signature = module.rescale_kernel, scale | {"G": "*fp32"}
         options = {n: x for n, x in table[name].items() if n != "BK"}

@@ -29,7 +29,7 @@ def test_delta_rule_in_fp32(shape, gate, packed):
     want = outputs(eager.delta_rule, torch.float64, inputs, state, ids)
     with kernels.use_backend("triton"):
         got = outputs(kernels.delta_rule, torch.float32, inputs, state, ids)
-    for name in want:  # merges of the inverse are in tf32 on a GPU; dg is a difference of terms of order 1, however small it is
+    for name in want:  # dg is a difference of terms of order 1, however small it is
         floor = 0.01 * want[name].numel() ** 0.5 if name == "g" else 0.0
         error = (got[name].double() - want[name]).norm() / max(want[name].norm().item(), floor, 1e-30)
         assert error < 2e-4, name
@@ -134,7 +134,7 @@ def test_head_widths_that_are_no_powers_of_two_or_wide(K, V):
 @triton.jit
 def inverse_kernel(L, X, HALF: tl.constexpr):
     o = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(X + o, triton_recurrence.inverse_64(tl.load(L + o), "tf32", HALF))
+    tl.store(X + o, triton_recurrence.inverse_64(tl.load(L + o), "tf32x3", HALF))
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -146,7 +146,7 @@ def test_the_inverse(length, beta, half):
     X = torch.empty_like(L)
     inverse_kernel[(1,)](L, X, half)
     if beta * length**2 <= 2:
-        assert relative_error(X.double(), torch.linalg.inv(torch.eye(64, device=DEVICE) + L.double())) < 4e-3
+        assert relative_error(X.double(), torch.linalg.inv(torch.eye(64, device=DEVICE) + L.double())) < (4e-3 if half else 2e-5)
     elif half:
         assert X.isfinite().all()
 
