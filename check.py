@@ -46,6 +46,7 @@ VARIANTS = """
     swa(window=5) swa(window=7, keep_first=2, sinks=true)
     dsa(top_k=8, local=2) dsa(top_k=8, local=0, index_heads=16, n_kv_head=2) dsa(mode=dense)
     linear(feature_map=relu) linear(normalize=false) linear(normalize=false, decay=retnet, gate=silu)
+    linear(conv=4) retnet(conv=3)
     deltanet(neg_eigval=true) gdn(n_key_head=1, neg_eigval=true) gdn(steps=2) gdn(conv=0)
     kda(n_key_head=2, low_rank=false, neg_eigval=true) mla(q_rank=24) mla(rope=none) mamba2(groups=2) mamba2(dt_limit_min=0.001)
 """

@@ -252,7 +252,7 @@ FORMS = [  # class, whether a module of it has this form, the form
     (Attention, lambda m: per_head_norms(m) and m.D <= 256, attention),
     (SparseAttention, lambda m: per_head_norms(m) and max(m.D, m.d) <= 256, sparse_attention),
     (DeltaRule, lambda m: m.steps == 1 and m.conv_weight is not None and max(m.K, m.V) <= 256, delta_rule),
-    (LinearAttention, lambda m: not m.rope_dim and max(m.K, m.V) <= 256, linear_attention),
+    (LinearAttention, lambda m: not m.rope_dim and m.conv_weight is None and max(m.K, m.V) <= 256, linear_attention),
     (Mamba2, lambda m: m.norm_groups == 1 and max(m.N, m.P) <= 256, mamba2),
 ]
 

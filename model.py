@@ -223,6 +223,11 @@ def init_conv(weight, bias=None):
             nn.init.uniform_(p, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
 
 
+def check_conv(width):
+    if width == 1:
+        raise ConfigError("conv=1 sees the current token only: use at least 2, or 0 for no convolution")
+
+
 @torch.no_grad()
 def init_decay(A_log, dt_bias, dt_min=1e-3, dt_max=0.1):
     """Mamba's gates: A ~ U(1, 16), softplus(dt_bias) log-uniform in [dt_min, dt_max], memories of 1 to 1000 tokens."""
@@ -675,10 +680,11 @@ class LinearAttention(Mixer):
     `normalize` divides by f(q_t) z_t, z the running sum of f(k) (Katharopoulos 2006.16236); otherwise each head's output is
     RMS-normalised (`norm=head`), or all heads' together (`norm=all`). `decay` is a constant per head: none, RetNet's 1 - 2^(-5-h)
     (2307.08621, with rotary q and k and a swish gate), or lightning's e^-slope, which forgets less in later layers (2501.08313).
-    `feature_map` f applies to q and k, `value_map` to v.
+    `feature_map` f applies to q and k, `value_map` to v. `conv` taps of a short convolution over q, k and v come before all of it.
     """
 
     operators = ("linear_attention",)
+    no_decay = ("conv_weight",)
 
     def __init__(
         self,
@@ -695,6 +701,7 @@ class LinearAttention(Mixer):
         rope: bool = False,
         norm: Literal["head", "all"] = "head",
         gate: Literal["none", "silu", "sigmoid"] = "none",
+        conv: Annotated[int, Field(ge=0)] = 0,
         scale: Annotated[float, Field(gt=0)] | None = None,
         norm_eps: Annotated[float, Field(gt=0)] | None = None,
     ):
@@ -711,12 +718,14 @@ class LinearAttention(Mixer):
             raise ConfigError(f"decay={decay} goes with normalize=false: the published forms normalise the output instead")
         if rope and self.K % 2:
             raise ConfigError(f"RoPE turns pairs of channels: head_dim={self.K} is not even")
+        check_conv(conv)
         self.theta, self.rope_dim = config.rope_theta, self.K if rope else 0
-        if normalize:
-            self.operators = ("normalized_linear_attention",)
+        operator = "normalized_linear_attention" if normalize else "linear_attention"
+        self.operators = ("causal_conv1d", operator) if conv else (operator,)
         keys, values = self.H * self.K, self.H * self.V
         self.split = [keys, keys, values, values] if gate != "none" else [keys, keys, values]  # q, k, v, gate
         self.in_proj = nn.Linear(config.n_embd, sum(self.split), bias=config.bias)
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.split[:3]), conv)) if conv else None
         self.out_proj = nn.Linear(values, config.n_embd, bias=config.bias)
         self.norm = None if normalize else RMSNorm(self.V if norm == "head" else values, self.eps)
         self.norm_all, self.gate = norm == "all", gate
@@ -728,9 +737,17 @@ class LinearAttention(Mixer):
         }[decay]
         self.register_buffer("g", None if g is None else g.float(), persistent=False)
 
+    def reset_parameters(self):
+        if self.conv_weight is not None:
+            init_conv(self.conv_weight)
+
     def mix(self, x, *, segment_ids, positions, state, aux):
         B, T, _ = x.shape
-        q, k, v, *gate = self.in_proj(x).split(self.split, dim=-1)
+        qkv, *gate = self.in_proj(x).split([sum(self.split[:3]), *self.split[3:]], dim=-1)
+        if self.conv_weight is not None:
+            conv = None if state is None else state.conv
+            qkv = recur("causal_conv1d", qkv, self.conv_weight, state=conv, segment_ids=segment_ids)
+        q, k, v = qkv.split(self.split[:3], dim=-1)
         q, k, v = q.view(B, T, self.H, self.K), k.view(B, T, self.H, self.K), self.f_v(v.view(B, T, self.H, self.V))
         if self.rope_dim:
             q, k = rotary(q, k, positions=positions, theta=self.theta, dim=self.rope_dim)
@@ -748,12 +765,15 @@ class LinearAttention(Mixer):
         return self.out_proj(o.reshape(B, T, -1))
 
     def init_state(self, batch, max_len, device=None, dtype=None):
-        return State(
-            batch, device, recurrent=zeros_wide(batch, self.H, self.K, self.V + self.normalize, device=device, dtype=dtype)
-        )
+        recurrent = zeros_wide(batch, self.H, self.K, self.V + self.normalize, device=device, dtype=dtype)
+        if self.conv_weight is None:
+            return State(batch, device, recurrent=recurrent)
+        conv = torch.zeros(batch, self.conv_weight.shape[1] - 1, sum(self.split[:3]), device=device, dtype=dtype)
+        return State(batch, device, conv=conv, recurrent=recurrent)
 
     def flops(self, T, chunk=64):
-        return self.H * (4 * self.K * self.V + 2 * chunk * (self.K + self.V))
+        conv = 0 if self.conv_weight is None else 2 * self.conv_weight.numel()
+        return self.H * (4 * self.K * self.V + 2 * chunk * (self.K + self.V)) + conv
 
 
 @mixer("deltanet", decay="none", gate="none")
@@ -796,8 +816,7 @@ class DeltaRule(Mixer):
         self.V = value_head_dim or self.K
         if self.H % self.Hk:
             raise ConfigError(f"n_head={self.H} value heads are not a multiple of n_key_head={self.Hk}")
-        if conv == 1:
-            raise ConfigError("conv=1 sees the current token only: use at least 2, or 0 for no convolution")
+        check_conv(conv)
         if low_rank and decay == "head":
             raise ConfigError("low_rank=true goes with decay=channel or none: a decay per head is as small as it can be")
         self.beta_max, self.eps, self.steps = 2.0 if neg_eigval else 1.0, norm_eps or config.norm_eps, steps
