@@ -90,6 +90,11 @@ def step_of(folder):
     return int(digits) if digits.isdecimal() else -1
 
 
+def weights_sha256(folder):
+    """The SHA-256 of a complete checkpoint's weights."""
+    return json.loads((folder / MARKER).read_text())["model.safetensors"]["sha256"]
+
+
 def _names(run):
     return ", ".join(p.name for p in _valid(run)) or "(none)"
 

@@ -33,6 +33,7 @@ import checkpoint
 import configurator
 from configurator import ConfigError, Settings
 from harness import TASKS, HybridLM
+from sweep import metric_name
 
 
 class EvalConfig(Settings):
@@ -71,6 +72,9 @@ class EvalConfig(Settings):
         "log_samples": ("compare", False),
         "wandb_log": ("compare", False),
         "seed": ("compare", False),
+        "batch_size": ("compare", False),
+        "max_length": ("compare", False),
+        "add_bos_token": ("compare", False),
     }
     _instead: ClassVar[dict[str, str]] = {
         name: "the run to score stands by itself: python eval.py out/demo"
@@ -78,10 +82,11 @@ class EvalConfig(Settings):
     }
 
     def conflicts(self):
+        own = {path.stem for path in TASKS.glob("*.yaml")}
         for name in ("num_fewshot", "gen_kwargs"):
             value = getattr(self, name)
-            if value and {task.strip() for task in self.tasks.split(",")} <= {"heldout_bpb", "recall"}:
-                yield {name, "tasks"}, f"{name}={value} has no effect on {self.tasks}, which scores plain text: drop it"
+            if value and {task.strip() for task in self.tasks.split(",")} <= own:
+                yield {name, "tasks"}, f"{name}={value} has no effect on {self.tasks}, whose prompts are fixed: drop it"
         if self.limit is not None and self.limit > 1 and not self.limit.is_integer():
             below = int(self.limit)
             problem = f"limit={self.limit}: a number of documents ({below} or {below + 1}), or a share below 1"
@@ -140,7 +145,7 @@ def quiet():
 
 
 def evaluate(lm, manager, names, config):
-    """lm-eval's results of `names`, with its samples (None on all processes but the first); no generator is changed.
+    """lm-eval's results of `names`, with its samples, the same on all processes; no generator is changed.
 
     ConfigError where a task's data cannot be had.
     """
@@ -152,6 +157,7 @@ def evaluate(lm, manager, names, config):
                 model=lm, tasks=names, task_manager=manager, num_fewshot=config.num_fewshot, limit=limit, gen_kwargs=gen_kwargs,
                 batch_size=lm.batch_size, device=str(lm.device), log_samples=True, random_seed=config.seed,
                 numpy_random_seed=config.seed, torch_random_seed=config.seed, fewshot_random_seed=config.seed,
+                bootstrap_iters=100_000 if lm.process == 0 else 0,
             )  # fmt: skip
     except OSError as e:  # Hugging Face's errors of network and missing data sets are all OSErrors
         reason = (str(e) or type(e).__name__).splitlines()[0]
@@ -162,6 +168,16 @@ def evaluate(lm, manager, names, config):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Results
+
+
+def without_effect(config, results):
+    """A line for each setting that some tasks have left aside, without a word of lm-eval's."""
+    fixed = [f"{task} ({n})" for task, n in results["n-shot"].items() if config.num_fewshot not in (None, n)]
+    if fixed:
+        yield f"num_fewshot={config.num_fewshot} has no effect on tasks that say themselves: {', '.join(fixed)}"
+    kinds = {task: results["configs"][task].get("output_type") for task in results["samples"]}
+    if config.gen_kwargs and "generate_until" not in kinds.values():
+        yield f"gen_kwargs={config.gen_kwargs} has no effect: none of {', '.join(kinds)} lets the model write"
 
 
 def chance_levels(results):
@@ -178,8 +194,9 @@ def chance_levels(results):
 def conditions(lm, config, results):
     """What must be equal for scores to be comparable: policy, settings, versions, and the documents with their prompts."""
     settings = {name: getattr(config, name) for name in ("limit", "gen_kwargs", "seed")}
+    per_token = {task: lm.meta["tokenizer_hash"] for task in results["samples"] if task == "recall"}  # not per byte
     return {
-        **lm.policy, **settings, "n-shot": results["n-shot"], "versions": results["versions"],
+        **lm.policy, **settings, "tokenizer": per_token, "n-shot": results["n-shot"], "versions": results["versions"],
         "lm_eval": results["lm_eval_version"],
         "documents": {task: documents_hash(samples) for task, samples in results["samples"].items()},
     }  # fmt: skip
@@ -235,7 +252,7 @@ def log_to_wandb(lm, config, results):
         folder, run_id = Path(lm.meta["folder"]), lm.meta.get("wandb_id")
         page = wandb.init(project=config.wandb_project, dir=str(folder.parent), id=run_id, resume="allow", mode=mode)
         rows = [
-            [task, name.partition(",")[0], value, str(scores.get(name.replace(",", "_stderr,", 1), ""))]
+            [task, metric_name(name), value, str(scores.get(name.replace(",", "_stderr,", 1), ""))]
             for task, scores in results["results"].items()
             for name, value in scores.items()
             if isinstance(value, float) and "_stderr" not in name
@@ -263,14 +280,16 @@ def main(argv):
     window = {"max_length": config.max_length, "add_bos_token": config.add_bos_token}
     lm = HybridLM(folder, **batch, **window, device=config.device, dtype=config.dtype)
     bos = "each context begins with the separator" if lm.policy["bos"] else "only an empty context begins with the separator"
-    if lm.rank == 0:
+    if lm.process == 0:
         print(f"{folder}: {lm.model.config.layers}, {lm.model.n_params():,} parameters, on {lm.device}, {lm.dtype}")
         print(f"windows of at most {lm.max_length} tokens, cut on the left; {bos}", flush=True)
     began = time.perf_counter()
     results = evaluate(lm, manager, names, config)
     seconds = time.perf_counter() - began
-    if results is None:  # another process than the first
+    if lm.process != 0:  # it has the same results
         return
+    for line in without_effect(config, results):
+        print(f"warning: {line}", file=sys.stderr)
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))

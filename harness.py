@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import lm_eval
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -45,7 +46,8 @@ class HybridLM(TemplateLM):
     `policy` records both.
 
     batch_size "auto" fills batches to a number of tokens, which is halved when memory runs out; max_batch_size limits it. Under
-    torchrun each process takes its share of the requests.
+    torchrun each process scores its share of the requests and gets what the others scored: lm-eval sees one process on each. Its
+    own division fails where a process gets no document, or none of those that a metric is for.
     """
 
     max_gen_toks = 256  # where a task does not say
@@ -54,17 +56,19 @@ class HybridLM(TemplateLM):
         self, pretrained, batch_size=16, max_batch_size=None, device=None, dtype=None, max_length=None, add_bos_token=None
     ):  # fmt: skip
         super().__init__()
-        self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.process, self.processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.batch_size, self.max_batch_size = _size("batch_size", batch_size), _size("max_batch_size", max_batch_size)
-        if self._world_size > 1:
-            self._join()
+        if self.processes > 1 and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")  # it carries results, not tensors of the model
         if dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={dtype!r}: choose one of float32, bfloat16, float16, or none")
-        local = int(os.environ.get("LOCAL_RANK", 0)) if self._world_size > 1 else None
+        local = int(os.environ.get("LOCAL_RANK", 0)) if self.processes > 1 else None
         self._device, self.dtype = resolve_device(SimpleNamespace(device=device, dtype=dtype), local)
         self.model, self.codec, self.meta = checkpoint.load_model(pretrained, self._device)
         self.auto_tokens = AUTO_TOKENS.get(self._device.type, AUTO_TOKENS["cpu"])
         self.max_length = self._longest(max_length)
+        if str(add_bos_token).lower() not in ("none", "true", "false"):  # lm-eval's model_args may pass text
+            raise ConfigError(f"add_bos_token={add_bos_token!r}: choose true, false or none")
         bos = self.meta["separator"] == "before" if add_bos_token is None else str(add_bos_token).lower() == "true"
         self.policy = {"bos": bos, "truncation": "left", "max_length": self.max_length}
         self._engine = None
@@ -91,38 +95,32 @@ class HybridLM(TemplateLM):
 
     def get_model_info(self):
         """What lm-eval stores beside the results."""
-        marker = json.loads((Path(self.meta["folder"]) / checkpoint.MARKER).read_text())
         return {
             "checkpoint": self.meta["folder"], "step": self.meta["step"], "layers": self.model.config.layers,
-            "parameters": self.model.n_params(), "weights_sha256": marker["model.safetensors"]["sha256"],
+            "parameters": self.model.n_params(), "weights_sha256": checkpoint.weights_sha256(Path(self.meta["folder"])),
             "tokenizer_hash": self.meta["tokenizer_hash"], "dataset": self.meta["dataset"], "val_sha256": self.meta["val_sha256"],
-            "policy": self.policy, "device": str(self._device), "dtype": self.dtype, "processes": self._world_size,
+            "policy": self.policy, "device": str(self._device), "dtype": self.dtype, "processes": self.processes,
         }  # fmt: skip
-
-    # -- several processes --
-
-    def _join(self):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")  # it carries results, not tensors of the model
-
-    def all_gather(self, tensor):
-        gathered = [torch.zeros_like(tensor, device="cpu") for _ in range(self._world_size)]
-        torch.distributed.all_gather(gathered, tensor.cpu())
-        return torch.stack(gathered)
-
-    def gather_object(self, obj, dst=0):
-        gathered = [None] * self._world_size if self._rank == dst else None
-        torch.distributed.gather_object(obj, gathered, dst)
-        return gathered
-
-    def barrier(self):
-        torch.distributed.barrier()
 
     # -- batches --
 
     def _run(self, items, width, score, bar):
         """(item, result) of all items, longest first: `score(batch)` gives the results of a batch; `width(item)` is its tokens."""
-        items, start = sorted(items, key=width, reverse=True), 0
+        items = sorted(items, key=width, reverse=True)
+        if self.processes == 1:
+            yield from self._run_here(items, width, score, bar)
+            return
+        mine = [result for _, result in self._run_here(items[self.process :: self.processes], width, score, bar)]
+        gathered = [None] * self.processes
+        torch.distributed.all_gather_object(gathered, (len(items), mine))
+        if len({n for n, _ in gathered}) > 1:  # a response cache of one process, say
+            raise RuntimeError(f"the processes were asked for {', '.join(str(n) for n, _ in gathered)} results: they must be alike")
+        bar.update(len(items) - len(mine))
+        for process, (_, results) in enumerate(gathered):
+            yield from zip(items[process :: self.processes], results, strict=True)
+
+    def _run_here(self, items, width, score, bar):
+        start = 0
         while start < len(items):
             size = self._fitting(width(items[start]))
             batch = items[start : start + size]
@@ -142,6 +140,9 @@ class HybridLM(TemplateLM):
         if self.batch_size != "auto":
             return self.batch_size
         return max(1, min(self.auto_tokens // max(width, 1), self.max_batch_size or sys.maxsize))
+
+    def _bar(self, method, total, disable):
+        return tqdm(total=total, desc=method, disable=True if disable or self.process else None)
 
     def _autocast(self):
         return torch.autocast(self._device.type, dtype=getattr(torch, self.dtype), enabled=self.dtype != "float32")
@@ -182,7 +183,7 @@ class HybridLM(TemplateLM):
         owners = [owner for owner, of_one in enumerate(windows) for _ in of_one]
         results, left = [(0.0, True)] * len(requests), [len(of_one) for of_one in windows]
         alone, shared = _group(_rows(pairs))
-        with torch.inference_mode(), _bar("loglikelihood", len(alone) + len(shared), disable_tqdm) as bar:
+        with torch.inference_mode(), self._bar("loglikelihood", len(alone) + len(shared), disable_tqdm) as bar:
             scored = itertools.chain(
                 self._run(alone, lambda row: len(row.inputs), self._score_rows, bar),
                 self._run(shared, lambda group: len(group.context) * len(group.rows), self._score_shared, bar),
@@ -261,7 +262,7 @@ class HybridLM(TemplateLM):
         windows = [self._windows([self.eot_token_id], self.tok_encode(text)) for text, *_ in keys]
         items = [(owner, *pair) for owner, of_one in enumerate(windows) for pair in of_one]
         left, sums = [len(of_one) for of_one in windows], [[] for _ in keys]
-        with torch.inference_mode(), _bar(method, len(items), disable_tqdm) as bar:
+        with torch.inference_mode(), self._bar(method, len(items), disable_tqdm) as bar:
             for (owner, context, targets), nll in self._run(items, lambda item: len(item[1]) + len(item[2]), self._nll, bar):
                 sums[owner].append([float(x) for x in measure(nll, context + targets, len(targets))])
                 left[owner] -= 1
@@ -293,7 +294,7 @@ class HybridLM(TemplateLM):
         for i, (_, gen_kwargs) in enumerate(calls):
             kinds.setdefault(json.dumps(gen_kwargs, sort_keys=True, default=str), []).append(i)
         texts = [""] * len(calls)
-        with torch.inference_mode(), _bar("generate_until", len(calls), disable_tqdm) as bar:
+        with torch.inference_mode(), self._bar("generate_until", len(calls), disable_tqdm) as bar:
             for members in kinds.values():
                 options = self._options(calls[members[0]][1])
                 items = [(i, self._prompt(calls[i][0], options["max_new_tokens"])) for i in members]
@@ -331,7 +332,7 @@ class HybridLM(TemplateLM):
             self._engine = Engine(self.model, vocab=vocab, eot=self.eot_token_id, dtype=self.dtype)
         options = dict(options)
         stops, base = options.pop("stops"), torch.initial_seed()
-        seeds = [int.from_bytes(hashlib.blake2b(f"{base} {self._rank} {i}".encode(), digest_size=7).digest()) for i, _ in batch]
+        seeds = [int.from_bytes(hashlib.blake2b(f"{base} {i}".encode(), digest_size=7).digest()) for i, _ in batch]
         prompts = [prompt for _, prompt in batch]
         generator = Generator(self._engine, prompts, seed=seeds, stop_tokens={self.eot_token_id}, **options)
         return complete(generator, self.codec, stops)
@@ -343,10 +344,6 @@ def _size(name, given):
     if not str(given).isdecimal() or int(given) < 1:
         raise ConfigError(f"{name}={given}: must be a whole number, at least 1{', or auto' if name == 'batch_size' else ''}")
     return int(given)
-
-
-def _bar(method, total, disable):
-    return tqdm(total=total, desc=method, disable=True if disable else None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -414,6 +411,11 @@ def main():
         sys.argv += ["--include_path", str(TASKS)]
     if given & {"--model", "-M"} and not given & {"--device", "--config", "-C"}:  # theirs is cuda:0 on any machine
         sys.argv += ["--device", str(resolve_device(SimpleNamespace(device=None, dtype=None))[0])]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and given & {"--use_cache", "-c"}:
+        sys.exit("error: --use_cache holds the answers of one process: run without torchrun")
+    if int(os.environ.get("RANK", 0)):  # it has the results of the first process, which prints and writes them
+        evaluate = lm_eval.simple_evaluate
+        lm_eval.simple_evaluate = lambda *args, **options: evaluate(*args, **options) and None
     cli_evaluate()
 
 

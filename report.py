@@ -2,12 +2,14 @@
 
 Runs whose settings differ in the seed alone are one variant. Figures are means over seeds with their standard error; each variant
 is tested against the best one, paired by seed, and what is within noise is called so. Scores are only put side by side if they were
-made under the same conditions: policy, limits, versions, and the very same documents.
+made under the same conditions: policy, limits, versions, and the very same documents; scores of weights that have been overwritten
+since are left out.
 """
 
 import datetime
 import json
 import math
+import os
 import platform
 import re
 import statistics
@@ -25,13 +27,14 @@ from data.tokens import Dataset
 from harness import HybridLM
 from model import Model, format_bytes
 from sample import Engine, Generator
-from sweep import table
+from sweep import is_part, metric_name, records, table
 
 NOT_OF_THE_VARIANT = {  # settings that say where and how a run was made, not what it is
     "seed", "out_dir", "overwrite", "resume", "device", "compile", "wandb_log", "wandb_project", "wandb_run_name", "log_interval",
     "save_interval", "keep_last", "eval_only",
 }  # fmt: skip
-LOWER_IS_BETTER = ("bits_per_byte", "perplexity")  # ends of names
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity")  # ends of names, where a task does not say
+VALIDATED_WITH = ("block_size", "batch_size", "eval_iters", "document_mask")  # what validation in training depends on
 SIGNIFICANT = 0.05
 PROMPTS = 128  # held-out documents that the loss by position is a mean of, at most
 BEYOND = 4  # times block_size: how far the loss by position goes
@@ -42,6 +45,7 @@ class Run(NamedTuple):
     meta: dict
     curves: list[dict]  # metrics.jsonl
     scores: dict[str, float]  # "task metric" -> value
+    lower: frozenset[str]  # the scores that are better the lower they are
     chance: dict[str, float]  # task -> value
     conditions: dict[str, dict]  # task -> what its scores were made under
 
@@ -65,26 +69,32 @@ class Variant(NamedTuple):
 
 def read_run(path):
     folder, meta = checkpoint.open_checkpoint(path, ("best", "last"))
-    lines = folder.parent / "metrics.jsonl"
-    curves = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    curves, starts = (_lines(folder.parent / name) for name in ("metrics.jsonl", "starts.jsonl"))
+    meta["commit"] = starts[-1].get("commit") if starts else None
     validation = [line["val_bits_per_byte"] for line in curves if "val_bits_per_byte" in line]
     scores = {"validation bits_per_byte": min(validation)} if validation else {}
     answers = [line["val_accuracy"] for line in curves if "val_accuracy" in line]  # of a made task
     scores |= {"validation accuracy": max(answers)} if answers else {}
-    chance, conditions = {}, {}
-    for file in sorted(folder.parent.glob(f"eval-*-{folder.name}.json"), key=lambda p: p.stat().st_mtime):  # the newest wins
-        record = json.loads(file.read_text())
+    lower, chance, conditions = {"validation bits_per_byte"}, {}, {}
+    for record in records(folder):
         chance |= record.get("chance", {})
         for task, found in record["results"].items():
-            of_all = record["conditions"]
-            own = {name: of_all[name].get(task) for name in ("n-shot", "versions", "documents")}
+            of_all, higher = record["conditions"], record.get("higher_is_better", {}).get(task, {})
+            own = {name: of_all.get(name, {}).get(task) for name in ("n-shot", "versions", "documents", "tokenizer")}
             conditions[task] = {name: x for name, x in of_all.items() if name not in own} | own
-            kept = {
-                name.partition(",")[0]: value for name, value in found.items() if "," in name and isinstance(value, int | float)
-            }
+            kept = {name: x for name, x in found.items() if "," in name and "_stderr," not in name and isinstance(x, int | float)}
             scores = {name: value for name, value in scores.items() if name.partition(" ")[0] != task}
-            scores |= {f"{task} {name}": value for name, value in kept.items() if not name.endswith("_stderr")}
-    return Run(folder, meta, curves, scores, chance, conditions)
+            scores |= {f"{task} {metric_name(name)}": value for name, value in kept.items()}
+            for name in kept:
+                plain = name.partition(",")[0]
+                if not higher.get(plain, not plain.endswith(LOWER_IS_BETTER)):
+                    lower.add(f"{task} {metric_name(name)}")
+    return Run(folder, meta, curves, scores, frozenset(lower), chance, conditions)
+
+
+def _lines(path):
+    """The records of a .jsonl file, but for a line that a killed process half wrote; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.is_file() else []
 
 
 def check_conditions(runs):
@@ -106,6 +116,14 @@ def check_conditions(runs):
 
 def _short(value):
     return str(value)[:12]
+
+
+def unlike_validation(runs):
+    """What differs of how the runs were validated while they were trained, in words; "" if it cannot be told or nothing does."""
+    settings = [run.meta.get("settings", {}) for run in runs]
+    values = {name: {str(own[name]) for own in settings if name in own} for name in VALIDATED_WITH}
+    values["val_sha256"] = {_short(run.meta.get("val_sha256")) for run in runs}
+    return "; ".join(f"{name} {' and '.join(sorted(found))}" for name, found in values.items() if len(found) > 1)
 
 
 def variants_of(runs):
@@ -137,7 +155,10 @@ def variants_of(runs):
 def mean_and_error(values):
     """(mean, standard error over seeds or None for one)."""
     values = list(values)
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return statistics.fmean(values), None
+    finite = all(map(math.isfinite, values))  # statistics fails where they are not
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if finite else math.nan
 
 
 class Test(NamedTuple):
@@ -149,7 +170,11 @@ class Test(NamedTuple):
     def verdict(self):
         if self.p is None:
             return "fewer than two seeds in common: no noise to compare with"
-        return f"within noise (p = {self.p:.2f})" if self.p >= SIGNIFICANT else f"different (p = {self.p:.3f})"
+        if math.isnan(self.p):
+            return "not a number in some seed: not tested"
+        if self.p >= SIGNIFICANT:
+            return f"within noise (p = {self.p:.2f})"
+        return f"different (p = {self.p:.3f})" if self.p >= 0.001 else "different (p < 0.001)"
 
 
 def paired(first, second):
@@ -166,10 +191,10 @@ def paired(first, second):
 
 
 def better_first(variants, metric):
-    """The variants that have a metric, the best first."""
-    having = [variant for variant in variants if variant.values(metric)]
-    sign = 1 if metric.endswith(LOWER_IS_BETTER) else -1
-    return sorted(having, key=lambda variant: sign * statistics.fmean(variant.values(metric).values()))
+    """The variants that have a metric, the best first, those whose mean is not a number last."""
+    means = [(variant, statistics.fmean(variant.values(metric).values())) for variant in variants if variant.values(metric)]
+    sign = 1 if any(metric in run.lower for variant in variants for run in variant.runs) else -1
+    return [variant for variant, _ in sorted(means, key=lambda pair: (math.isnan(pair[1]), sign * pair[1]))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,11 +204,12 @@ def better_first(variants, metric):
 def loss_by_position(run, device, dtype):
     """[(first position, end, bits per token)] along held-out documents, up to BEYOND times block_size; None without a text.
 
-    Kept beside the run, and read from there the next time.
+    Kept beside the run, and read from there the next time, as long as it holds the same weights.
     """
-    kept = run.folder.parent / f"positions-{run.folder.name}.json"
-    if kept.is_file():
-        return json.loads(kept.read_text())
+    kept, weights = run.folder.parent / f"positions-{run.folder.name}.json", checkpoint.weights_sha256(run.folder)
+    before = json.loads(kept.read_text()) if kept.is_file() else {}
+    if isinstance(before, dict) and before.get("weights_sha256") == weights:
+        return before["bits"]
     where = run.meta.get("dataset_folder")
     dataset = Dataset.open(where) if where is not None and Path(where).is_dir() else None
     if dataset is None or dataset.val.row or dataset.meta.get("val_sha256") != run.meta["val_sha256"]:
@@ -203,7 +229,9 @@ def loss_by_position(run, device, dtype):
                 part = nll[edges[i] : edges[i + 1]]
                 sums[i], counts[i] = sums[i] + float(part.sum()), counts[i] + len(part)
     found = [(edges[i], edges[i + 1], sums[i] / counts[i] / math.log(2)) for i in range(len(sums)) if counts[i]]
-    kept.write_text(json.dumps(found))
+    beside = kept.with_name(f".{kept.name}.{os.getpid()}")
+    beside.write_text(json.dumps({"weights_sha256": weights, "bits": found}))
+    os.replace(beside, kept)
     return found
 
 
@@ -234,19 +262,28 @@ def main(paths, config):
         raise ConfigError(f"--compare needs at least two runs, got {len(paths)}: python eval.py --compare out/a out/b")
     runs = [read_run(path) for path in paths]
     check_conditions(runs)
+    unlike = unlike_validation(runs)
+    if unlike:
+        runs = [_without_validation(run) for run in runs]
     variants = variants_of(runs)
     out = Path(config.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    positions = {v.name: loss_by_position(v.runs[0], config.device, config.dtype) for v in variants}
+    of_one_text = "val_sha256" not in unlike
+    positions = {v.name: loss_by_position(v.runs[0], config.device, config.dtype) if of_one_text else None for v in variants}
     speeds = {v.name: speed(v.runs[0], config.device, config.dtype) for v in variants} if config.speed else {}
-    text = markdown(variants, positions, speeds, paths)
+    text = markdown(variants, positions, speeds, paths, unlike)
     (out / "report.md").write_text(text, encoding="utf-8")
     figure(variants, positions, out / "report.png")
     print(text)
     print(f"written to {out / 'report.md'} and {out / 'report.png'}")
 
 
-def markdown(variants, positions, speeds, paths):
+def _without_validation(run):
+    curves = [{name: x for name, x in line.items() if not name.startswith("val_")} for line in run.curves]
+    return run._replace(curves=curves, scores={n: x for n, x in run.scores.items() if not n.startswith("validation ")})
+
+
+def markdown(variants, positions, speeds, paths, unlike=""):
     metrics = list(dict.fromkeys(name for v in variants for run in v.runs for name in run.scores))
     main_metrics = [m for m in metrics if not _detail(m) and not m.endswith("byte_perplexity")]  # which is 2^bits_per_byte
     details = sorted((m for m in metrics if _detail(m) and not m.endswith(" chance")), key=_by_number)
@@ -254,10 +291,17 @@ def markdown(variants, positions, speeds, paths):
     lines = ["# Comparison", "", f"`python eval.py --compare {' '.join(map(str, paths))}`", ""]
     lines += [f"{today}, report made on {_machine()}, torch {torch.__version__}. Means over seeds ± standard error.", ""]
     lines += table([["", *(v.name for v in variants)], *_facts(variants, speeds), *_rows(variants, main_metrics)])
+    lines += ["", "States: what attention keeps in bfloat16, recurrent matrices in float32."]
+    if speeds:
+        lines += ["", "First token: after a prompt of half a block, one sequence; ms a token: of those that follow."]
+    if unlike:
+        lines += ["", f"Validation in training is left out, it was not alike: {unlike}."]
     lines += ["", "## Against the best", ""]
     for metric in main_metrics:
         ordered = better_first(variants, metric)
-        if len(ordered) > 1:
+        if len(ordered) > 1 and len({value for variant in ordered for value in variant.values(metric).values()}) == 1:
+            lines.append(f"- **{metric}**: the same in all runs")
+        elif len(ordered) > 1:
             best = ordered[0]
             lines.append(f"- **{metric}**: best is `{best.name}`")
             for other in ordered[1:]:
@@ -289,7 +333,7 @@ def _machine():
 
 def _detail(metric):
     """Whether a metric is one of the parts of another: by length or depth; and chance, which stands beside its task."""
-    return "acc_" in metric or metric.endswith(" chance")
+    return is_part(metric) or metric.endswith(" chance")
 
 
 def _by_number(metric):
@@ -404,8 +448,8 @@ def _by_length(axis, variants, colors):
 
 def _pareto(axis, variants, colors):
     """The best measure of recall there is, against the bytes of state at block_size."""
-    measures = ("mqar acc", "parity acc", "validation accuracy", "needle_multi acc", "needle_single acc")
-    measures += ("recall recalled_perplexity", "validation bits_per_byte")
+    measures = ("mqar acc", "needle_multi acc", "needle_single acc", "recall recalled_perplexity")
+    measures += ("parity acc", "validation accuracy", "validation bits_per_byte")  # where nothing asks for recall
     metric = next((m for m in measures if all(v.values(m) for v in variants)), None)
     if metric is None:
         axis.set_axis_off()

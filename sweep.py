@@ -10,9 +10,9 @@ resumed. After each run sweep.md has what there is so far. A run that fails is n
 """
 
 import functools
-import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -73,6 +73,8 @@ class SweepConfig(TrainConfig):
                 continue
             if len(set(values)) < len(values) or not values or min(values) < 0:
                 yield {name}, f"{name}={getattr(self, name)!r}: must be different numbers, at least one, none negative"
+        if len(set(listed(self.patterns))) < len(listed(self.patterns)):
+            yield {"patterns"}, f"patterns={self.patterns!r}: one is given twice"
         for pattern in listed(self.patterns):
             try:
                 parse_layers(pattern)
@@ -133,34 +135,27 @@ def _width(config, pattern, target):
 def size(config, pattern, n_ffn):
     """Parameters, or with match=flops FLOPs a token, of the model with this pattern and width."""
     values = {name: getattr(config, name) for name in ModelConfig.model_fields}
-    values |= {"layers": pattern, "n_ffn": n_ffn, "vocab_size": config.vocab_size or vocab_of(config.dataset)}
+    values |= {"layers": pattern, "n_ffn": n_ffn, "vocab_size": config.vocab_size or data_of(config.dataset).tokenizer.vocab_size}
     with torch.device("meta"):
         model = Model(ModelConfig(**values))
     return model.flops_per_token(config.block_size) if config.match == "flops" else model.n_params()
 
 
 @functools.cache
-def vocab_of(dataset):
+def data_of(dataset):
     prepare_builtin(dataset)
-    return Dataset.open(dataset).tokenizer.vocab_size
+    return Dataset.open(dataset)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs
 
 
-def folder_name(pattern):
-    """A pattern as part of a path; what no path should hold is a dash, and a hash then tells such patterns apart."""
-    name = "".join(c if c.isalnum() or c in " *_" else "-" for c in pattern)
-    odd = f"-{hashlib.sha256(pattern.encode()).hexdigest()[:4]}" if name != pattern else ""
-    return name.replace(" ", "-") + odd
-
-
 class Job:
     """One run: trained, then scored, each only as far as it has not been yet."""
 
     def __init__(self, config, flags, pattern, n_ffn, rate, seed):
-        self.config, self.pattern, self.rate, self.seed = config, pattern, rate, seed
+        self.config, self.pattern, self.n_ffn, self.rate, self.seed = config, pattern, n_ffn, rate, seed
         self.trained, self.read = False, (None, [])
         name = "".join(c if c.isalnum() or c in "*=," else "-" for c in pattern).strip("-")
         self.folder = Path(config.sweep_dir) / f"{name}_lr{rate:g}_seed{seed}"
@@ -178,6 +173,8 @@ class Job:
     def train_command(self):
         """The command that trains it or goes on with it; None if it is done."""
         meta = self.meta()
+        if meta is not None:
+            self.check(meta)
         self.trained = meta is not None and self.finished(meta)
         if self.trained:
             return None
@@ -191,7 +188,7 @@ class Job:
         """The command that scores it; None if that was done after its last checkpoint, or is not asked for."""
         scored = self.folder / "scored"
         folder, _ = checkpoint.open_checkpoint(self.folder, ("best", "last"))
-        self.mark = f"{folder.name} {self.config.tasks} {self.config.eval_flags}"
+        self.mark = f"{folder.name} {checkpoint.weights_sha256(folder)} {self.config.tasks} {self.config.eval_flags}"
         if self.config.tasks is None or (scored.is_file() and scored.read_text() == self.mark):
             return None
         device = [f"--device={self.config.device}"] if self.config.device is not None else []
@@ -207,6 +204,17 @@ class Job:
             return checkpoint.open_checkpoint(self.folder)[1]
         except ConfigError:
             return None
+
+    def check(self, meta):
+        """ConfigError if the run in this folder was begun with other settings or data than it would be now."""
+        wanted = {name: getattr(self.config, name) for name in TrainConfig.model_fields if name not in CHANGEABLE | {"overwrite"}}
+        wanted |= {"layers": self.pattern, "n_ffn": self.n_ffn, "learning_rate": self.rate, "seed": self.seed}
+        saved = meta.get("settings", {})  # None: settled when it was begun
+        other = [f"{n}={saved[n]}, now {x}" for n, x in wanted.items() if x is not None and saved.get(n, x) != x]
+        if "val_sha256" in meta and meta["val_sha256"] != data_of(self.config.dataset).meta.get("val_sha256"):
+            other.append(f"dataset={saved.get('dataset')}, now {self.config.dataset}")
+        if other:
+            raise ConfigError(f"begun with other settings ({'; '.join(other)}): take another sweep_dir, or remove the folder")
 
     def finished(self, meta):
         """Whether that checkpoint is the end: at max_iters, or validated at a loss of at most stop_loss."""
@@ -230,15 +238,19 @@ class Job:
 
     def scores(self):
         """{"task metric": value} of eval.py's results: the means over all documents of a task."""
-        files = sorted(self.folder.glob("eval-*.json"), key=lambda path: path.stat().st_mtime)  # the newest wins
-        found = {}
-        for task, metrics in ((task, m) for file in files for task, m in json.loads(file.read_text())["results"].items()):
+        try:
+            folder = checkpoint.resolve(self.folder, ("best", "last"))
+        except ConfigError:
+            return {}
+        by_task = {}
+        for task, metrics in ((task, m) for record in records(folder) for task, m in record["results"].items()):
+            by_task[task] = {}
             for name, value in metrics.items():
                 plain = name.partition(",")[0]
-                part = "acc_" in plain or plain.endswith(("_stderr", "chance", "byte_perplexity"))
+                part = is_part(plain) or plain.endswith(("_stderr", "chance", "byte_perplexity"))
                 if "," in name and isinstance(value, int | float) and not part:
-                    found[f"{task} {plain}"] = value
-        return found
+                    by_task[task][f"{task} {metric_name(name)}"] = value
+        return {name: value for found in by_task.values() for name, value in found.items()}
 
     def spend(self, seconds):
         """Add to the seconds of training, which are kept beside the run; returns them."""
@@ -247,6 +259,36 @@ class Job:
         if seconds:
             kept.write_text(f"{total:.1f}")
         return total
+
+
+def records(folder):
+    """What eval.py wrote of the weights in `folder`; what counts more is later: whole tasks, and of them the newest."""
+    found, left = [], []
+    for file in folder.parent.glob(f"eval-*-{folder.name}.json"):
+        record = json.loads(file.read_text())
+        if record["weights_sha256"] == checkpoint.weights_sha256(folder):
+            found.append((record["conditions"]["limit"] is None, file.stat().st_mtime, record))
+        else:
+            left.append(file.name)
+    if left:
+        warn_once(f"{', '.join(left)} in {folder.parent} are of weights that {folder.name} no longer holds: left out")
+    return [record for *_, record in sorted(found, key=lambda entry: entry[:2])]
+
+
+@functools.cache
+def warn_once(line):
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def metric_name(name):
+    """A score of lm-eval, "acc,none" or "exact_match,strict-match", as tables name it: with the filter of the answers, if any."""
+    metric, _, answers = name.partition(",")
+    return metric if answers in ("", "none") else f"{metric} ({answers})"
+
+
+def is_part(metric):
+    """Whether a metric is that of one length or depth alone."""
+    return re.search(r"acc_(depth_)?\d+$", metric) is not None
 
 
 def visible_gpus(config):
@@ -294,7 +336,8 @@ def run_all(jobs, at_once, gpus=(), after=lambda: None):
                 if phase == "train":
                     job.spend(time.monotonic() - began)
                 if process.returncode:
-                    failed[job] = f"{job.folder}: {phase} ended with {process.returncode}: {_last_line(job.folder / 'log.txt')}"
+                    why = _reason(job.folder / "log.txt", shlex.join(process.args))
+                    failed[job] = f"{job.folder}: {phase} ended with {process.returncode}: {why}"
                     print(failed[job], flush=True)
                 elif phase == "train":
                     job.trained = True
@@ -314,9 +357,12 @@ def run_all(jobs, at_once, gpus=(), after=lambda: None):
     return failed
 
 
-def _last_line(path):
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    return lines[-1] if lines else "(it printed nothing)"
+def _reason(path, command):
+    """Why a command failed, of what it logged: its last error, beneath which torchrun puts a summary, or else its last line."""
+    output = path.read_text(errors="replace").rpartition(command)[2]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |(?!.*ChildFailed)[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or ["(it printed nothing)"])[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -172,14 +172,17 @@ def outputs(command, root, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_scores_of_one(run, root, tmp_path):
+@pytest.mark.parametrize("limit", [None, 1, 3])  # with 1 a process has no document, with 3 none of some length
+def test_two_processes_give_the_scores_of_one(limit, run, root, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29713"]
     tasks = ["eval.py", str(run), "--tasks=heldout_bpb,copying", "--device=cpu"]
+    tasks += [] if limit is None else [f"--limit={limit}"]
+    partial = "" if limit is None else f"-limit{limit}"
     scores = []
     for launcher in ([sys.executable], torchrun):
         out = outputs([*launcher, *tasks], root, tmp_path)
         assert out.count("|heldout_bpb|") == 1
-        record = json.loads((run / "eval-copying+heldout_bpb-step-000007.json").read_text())
+        record = json.loads((run / f"eval-copying+heldout_bpb{partial}-step-000007.json").read_text())
         scores.append({name: record["results"][name] for name in ("heldout_bpb", "copying")})
         assert record["processes"] == (1 if launcher == [sys.executable] else 2)
     for task in scores[0]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,11 @@ def trained_run(tmp_path, name, layers, seed, loss, *, scores=None, limit=None, 
     lines = [{"step": s, "loss": loss + 1 / s, "tokens": 64 * s, "tokens_per_second": 1000.0} for s in (1, 2, 4)]
     lines += [{"step": s, "val_bits_per_byte": loss + 1 / s} for s in (2, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "starts.jsonl").write_text('{"commit": "0"}\n{"commit": "abcdef0123456"}\n')
     for task, value in (scores or {}).items():
         record = {
             "results": {task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.1, "acc_8,none": value, "sample_len": 9}},
-            "chance": {task: 0.04}, "tasks": [task],
+            "chance": {task: 0.04}, "tasks": [task], "weights_sha256": checkpoint.weights_sha256(step),
             "conditions": {**SCORED, "limit": limit, "n-shot": {task: 0}, "versions": {task: 1}, "documents": {task: "abc"}},
         }  # fmt: skip
         (folder / f"eval-{task}-{step.name}.json").write_text(json.dumps(record))
@@ -64,10 +66,11 @@ def test_report_of_three_seeds(tmp_path, capsys):
     assert "| seeds | 3 | 3 |" in text and "|  | `gdn attn` | `attn` |" in text
     assert "| validation bits_per_byte | 1.347 ± 0.055 | 1.856 ± 0.06 |" in text
     assert "mqar acc (chance 0.04) | 0.8033 ± 0.055 | 0.7967 ± 0.11 |" in text
-    assert "**validation bits_per_byte**: best is `gdn attn`\n  - `attn`: +0.5097 ± 0.0055, different (p = 0.000)" in text
+    assert "**validation bits_per_byte**: best is `gdn attn`\n  - `attn`: +0.5097 ± 0.0055, different (p < 0.001)" in text
     assert "**mqar acc**: best is `gdn attn`\n  - `attn`: -0.006667 ± 0.055, within noise (p = 0.91)" in text
     assert "## By length and depth" in text and "| mqar acc_8 |" in text and "sample_len" not in text and "acc_stderr" not in text
     assert "| first token, ms |" in text and "| ms a token |" in text and "training tokens/s | 1,000 | 1,000" in text
+    assert "after a prompt of half a block" in text and ", seed 1: " in text and ", commit abcdef0123\n" in text
     assert (tmp_path / "report" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert text in capsys.readouterr().out
 
@@ -101,8 +104,12 @@ def test_loss_by_position_is_measured_once_and_goes_beyond_the_block(tmp_path):
     first = [d[0] for d in ("It", "na")]
     nll = [-lm._loglikelihood_tokens([(("", ""), [256], [ord(c)])], disable_tqdm=True)[0][0] for c in first]
     assert found[0][2] == pytest.approx(sum(nll) / 2 / math.log(2), abs=1e-3)  # the two longest documents of the held-out four
-    (run.folder.parent / f"positions-{run.folder.name}.json").write_text("[[0, 1, 9.0]]")
+    kept = run.folder.parent / f"positions-{run.folder.name}.json"
+    record = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**record, "bits": [[0, 1, 9.0]]}))
     assert report.loss_by_position(run, "cpu", None) == [[0, 1, 9.0]]
+    kept.write_text(json.dumps({"weights_sha256": "of others", "bits": [[0, 1, 9.0]]}))
+    assert report.loss_by_position(run, "cpu", None) == found
 
 
 def test_scores_made_differently_are_refused(tmp_path):
@@ -112,6 +119,80 @@ def test_scores_made_differently_are_refused(tmp_path):
         compare(tmp_path, first, other)
     (problem,) = error.value.problems
     assert problem.startswith("mqar: the scores of") and "(limit None and 10): score both in the same way" in problem
+
+
+def rescore(folder, task, name, results, **changes):
+    """One more file of scores, as of the run's first one."""
+    (first,) = folder.glob(f"eval-{task}-step*.json")
+    record = json.loads(first.read_text())
+    conditions = {**record["conditions"], **changes.pop("conditions", {})}
+    record |= {"results": {task: results}, "conditions": conditions, **changes}
+    (folder / f"eval-{name}-{checkpoint.resolve(folder).name}.json").write_text(json.dumps(record))
+
+
+def test_a_quick_look_and_scores_of_other_weights_do_not_count(tmp_path, capsys):
+    folder = trained_run(tmp_path, "a", "gdn", 1, 1.0, scores={"mqar": 0.5})
+    rescore(folder, "mqar", "mqar-limit3", {"acc,none": 0.9}, conditions={"limit": 3.0})
+    assert report.read_run(folder).scores["mqar acc"] == 0.5 and not capsys.readouterr().err
+    rescore(folder, "mqar", "mqar-2shot", {"acc,none": 0.7})
+    assert report.read_run(folder).scores["mqar acc"] == 0.7
+    rescore(folder, "mqar", "mqar-2shot", {"acc,none": 0.8}, weights_sha256="of others")
+    assert report.read_run(folder).scores["mqar acc"] == 0.5
+    assert "are of weights that step-000007 no longer holds: left out" in capsys.readouterr().err
+
+
+def test_filters_names_and_directions_of_scores(tmp_path):
+    found = {
+        "acc_norm,none": 0.4,
+        "acc,strict": 0.2,
+        "acc,loose": 0.3,
+        "acc_stderr,loose": 0.1,
+        "brier,none": 0.5,
+        "acc_8,none": 0.6,
+    }
+    runs = []
+    for i in range(2):
+        runs.append(trained_run(tmp_path, f"r{i}", "gdn" if i else "attn", 1, 1.0, scores={"x": 0.5}))
+        found = {**found, "brier,none": 0.5 + i}
+        rescore(runs[-1], "x", "y", found, higher_is_better={"x": {"acc_norm": True, "acc": True, "brier": False}})
+    names = {"x acc_norm", "x acc (strict)", "x acc (loose)", "x brier", "x acc_8"}
+    assert {name for name in report.read_run(runs[0]).scores if name.startswith("x")} == names
+    text = compare(tmp_path, *runs)
+    assert "- **x acc_norm**: the same in all runs" in text and "- **x brier**: best is `attn`" in text
+    assert "x acc_norm" in text.split("## Against")[0] and "x acc_8" not in text.split("## By length")[0]
+    config = sweep.SweepConfig(patterns="gdn", sweep_dir=str(tmp_path))
+    job = sweep.Job(config, [], "gdn", None, 1e-3, 1)
+    job.folder = runs[0]
+    assert set(job.scores()) == names - {"x acc_8"}
+
+
+def test_what_is_not_a_number_is_neither_best_nor_different(tmp_path):
+    runs = []
+    for seed in (1, 2):
+        runs.append(trained_run(tmp_path, f"a{seed}", "gdn", seed, 1.0, scores={"mqar": math.nan if seed == 2 else 0.9}))
+        runs.append(trained_run(tmp_path, f"b{seed}", "attn", seed, 1.0, scores={"mqar": 0.1 * seed}))
+    text = compare(tmp_path, *runs)
+    assert "**mqar acc**: best is `attn`\n  - `gdn`: +nan ± nan, not a number in some seed: not tested" in text
+    assert "| nan ± nan | 0.15 ± 0.05 |" in text
+
+
+def test_validation_of_unlike_runs_is_left_out(tmp_path):
+    runs = [trained_run(tmp_path, f"r{i}", layers, 1, 1.0, block_size=32 * i) for i, layers in enumerate(("gdn", "attn"), 1)]
+    text = compare(tmp_path, *runs)
+    assert "left out, it was not alike: block_size 32 and 64." in text and "validation bits_per_byte" not in text
+    assert "## Loss by position" in text
+    alike = [trained_run(tmp_path, f"s{layers}", layers, 1, 1.0) for layers in ("gdn", "attn")]
+    assert "validation bits_per_byte" in compare(tmp_path, *alike)
+
+
+def test_the_picture_of_recall_prefers_what_asks_for_it(tmp_path):
+    from matplotlib import pyplot
+
+    runs = [trained_run(tmp_path, n, n, 1, 1.0, scores={"parity": 0.5, "needle_multi": 0.2}) for n in ("gdn", "attn")]
+    _, axis = pyplot.subplots()
+    report._pareto(axis, report.variants_of([report.read_run(run) for run in runs]), ["C0", "C1"])
+    assert axis.get_title() == "needle_multi acc against state"
+    pyplot.close()
 
 
 def test_variants_are_told_apart_by_what_differs(tmp_path):
@@ -160,7 +241,7 @@ def processes(tmp_path, monkeypatch):
     class Fake:
         def __init__(self, command, **_):
             commands.append(command)
-            self.returncode = 0
+            self.args, self.returncode = command, 0
             flags = dict(flag[2:].split("=", 1) for flag in command if flag.startswith("--") and "=" in flag)
             if "train.py" in command[1]:
                 folder = Path(flags.get("out_dir") or flags["resume"])
@@ -235,6 +316,17 @@ def test_failures_are_told_and_the_others_compared(processes, tmp_path, capsys):
     assert "| `attn` | 0.003 | 7 | 0 of 4 (failed) |" in text and text.count("- failed: ") == 4
 
 
+def test_why_a_run_failed_is_not_what_torchrun_says(tmp_path):
+    def reason(*lines):
+        (tmp_path / "log.txt").write_text("\n".join(["train --a", "error: of the time before", "train --a", *lines]))
+        return sweep._reason(tmp_path / "log.txt", "train --a")
+
+    summary = ["Traceback (most recent call last):", "torch.distributed.elastic.ChildFailedError: ", "train.py FAILED", "====="]
+    assert reason("error: too large", *summary) == "error: too large"
+    assert reason("[rank1]: Traceback:", "[rank1]: torch.OutOfMemoryError: no room", *summary) == "torch.OutOfMemoryError: no room"
+    assert reason("step 3", "Killed") == "Killed" and reason("", " ") == "(it printed nothing)"
+
+
 def test_runs_are_spread_over_the_gpus(monkeypatch, tmp_path):
     """Each on the one with the fewest, of those that are visible; and all as they are without GPUs, or under torchrun."""
     ends, given = iter([3, 1, 4, 2, 9, 9]), []  # polls until each is done
@@ -243,7 +335,7 @@ def test_runs_are_spread_over_the_gpus(monkeypatch, tmp_path):
         returncode = 0
 
         def __init__(self, command, env, **_):
-            self.left, self.name = next(ends), Path(command[-2].split("=")[1]).name
+            self.args, self.left, self.name = command, next(ends), Path(command[-2].split("=")[1]).name
             given.append((self.name, env["CUDA_VISIBLE_DEVICES"]))
 
         def poll(self):
@@ -280,6 +372,23 @@ def test_a_run_that_reached_its_loss_is_finished(processes, tmp_path, monkeypatc
         assert command(meta, stop_loss=low) is not None
     resumed = command(at_step(4, 0.5), "--stop_loss=0.4", "--n_embd=64", "--max_iters=9", stop_loss=0.4)
     assert resumed[2:] == [f"--resume={tmp_path / 'gdn_lr0.002_seed1'}", "--stop_loss=0.4", "--max_iters=9"]
+
+
+def test_a_folder_of_other_settings_is_no_run_of_this_sweep(processes, tmp_path, monkeypatch):
+    def command(settings, **meta):
+        monkeypatch.setattr(sweep.Job, "meta", lambda job: at_step(4) | {"settings": settings, **meta})
+        config = sweep.SweepConfig(patterns="gdn", max_iters=4, n_embd=64, sweep_dir=str(tmp_path))
+        return sweep.Job(config, [], "gdn", None, 0.002, 1).train_command()
+
+    same = {"layers": "gdn", "n_embd": 64, "learning_rate": 0.002, "min_lr": 2e-4, "seed": 1, "log_interval": 7}
+    assert command(same) is None  # finished
+    for other, line in (({"n_embd": 32}, "n_embd=32, now 64"), ({"layers": "attn"}, "layers=attn, now gdn")):
+        with pytest.raises(ConfigError, match=line):
+            command(same | other)
+    monkeypatch.setattr(sweep, "data_of", lambda _: types.SimpleNamespace(meta={"val_sha256": "b"}))
+    assert command(same, val_sha256="b") is None
+    with pytest.raises(ConfigError, match="dataset=x, now "):
+        command(same | {"dataset": "x"}, val_sha256="a")
 
 
 @pytest.mark.slow
@@ -326,16 +435,12 @@ def test_sizes_are_matched(match):
         sweep.matched_widths(config, ["gdn", "attn(ffn=none)"])
 
 
-def test_folders_of_patterns():
-    names = [sweep.folder_name(p) for p in ("gdn*3 attn", "gdn(ffn=none)", "gdn(ffn none)", "swa(window=8) attn", "a/b")]
-    assert names[0] == "gdn*3-attn" and len(set(names)) == 5 and not any(c in name for name in names for c in " ()/")
-
-
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
         (["--max_iters=3"], "patterns is required"),
         (["--patterns=gdn; atn", "--vocab_size=99"], "patterns: 'atn': "),
+        (["--patterns=gdn; attn; gdn"], "patterns='gdn; attn; gdn': one is given twice"),
         (["--patterns=gdn", "--seeds=1,x"], "seeds='1,x': must be numbers separated by commas"),
         (["--patterns=gdn", "--seeds=1,1"], "seeds='1,1': must be different numbers"),
         (["--patterns=gdn", "--learning_rates="], "learning_rates='': must not be empty"),
