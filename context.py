@@ -61,7 +61,9 @@ class Context:
             shape = (x.shape[0], *STATES[op](*args))
             state = _Receive.apply(x, self, shape, torch.promote_types(x.dtype, torch.float32))
             out, final = call(*args, **{**kwargs, "initial_state": state})
-            return _HandOn.apply(out, final, self), final
+            first, *rest = out if isinstance(out, tuple) else (out,)  # one slice leads the gradient to the state
+            first = _HandOn.apply(first, final, self)
+            return ((first, *rest) if rest else first), final
         if op == "softmax_attention":
             q, k, v = args
             keys, values = _Gather.apply(torch.cat([k, v], dim=-1), self).split([k.shape[-1], v.shape[-1]], dim=-1)

@@ -306,7 +306,9 @@ def normalized_linear_attention_step(q, k, v, *, state, eps=1e-6):
     return (out[..., :-1] / (out[..., -1:] + eps)).to(v.dtype)
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initial_state=None, segment_ids=None, eps=1e-6):
+def causal_conv1d(
+    x, weight, bias=None, *, activation=None, l2_heads=None, split=None, initial_state=None, segment_ids=None, eps=1e-6
+):
     """`reference.causal_conv1d` as W shifted multiply-adds, each masked where the shift crosses into another document."""
     T, W = x.shape[1], weight.shape[1]
     past = x.new_zeros(x.shape[0], W - 1, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
@@ -324,16 +326,19 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initi
     y = y if bias is None else y + bias.to(x.dtype)
     y = F.silu(y) if activation == "silu" else y
     y = y if l2_heads is None else reference.l2_norm_heads(y, *l2_heads, eps)
+    y = y if segment_ids is None else y * valid[..., None]
+    y = y if split is None else y.split(split, dim=-1)
     if segment_ids is None:
         return y, inputs[:, T:]
     at = valid.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # the W-1 inputs up to the last real one
     final = inputs.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
-    return y * valid[..., None], final * (runs.gather(1, at) == run[:, -1:])[..., None]
+    return y, final * (runs.gather(1, at) == run[:, -1:])[..., None]
 
 
-def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, eps=1e-6):
+def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, split=None, eps=1e-6):
     """`reference.causal_conv1d_step`."""
-    out, new = causal_conv1d(x, weight, bias, activation=activation, l2_heads=l2_heads, initial_state=state, eps=eps)
+    options = {"activation": activation, "l2_heads": l2_heads, "split": split, "eps": eps}
+    out, new = causal_conv1d(x, weight, bias, initial_state=state, **options)
     state.copy_(new)
     return out
 

@@ -205,12 +205,15 @@ def delta_rule_step(q, k, v, g=None, beta=None, *, state, scale=None):
 channel_delta_rule, channel_delta_rule_step = delta_rule, delta_rule_step
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initial_state=None, segment_ids=None, eps=1e-6):
+def causal_conv1d(
+    x, weight, bias=None, *, activation=None, l2_heads=None, split=None, initial_state=None, segment_ids=None, eps=1e-6
+):
     """Depthwise causal convolution: `y_t = act(bias + sum_j weight[:, W-1-j] * x_{t-j})`, j < W, within the document.
 
     x `(B, T, D)`, weight `(D, W)` (last column: the current token), activation None or "silu". `l2_heads = (n, width)` divides each
-    of the first n heads of `width` channels of y by its l2 norm (`l2_norm` with `eps`): the queries and keys of a delta rule. The
-    state `(B, W-1, D)` holds the last W-1 raw inputs of the document, oldest first, zero where the document is shorter.
+    of the first n heads of `width` channels of y by its l2 norm (`l2_norm` with `eps`): the queries and keys of a delta rule. With
+    `split`, a list of widths that add up to D, y is a tuple of slices of its channels, `(B, T, n)` each. The state `(B, W-1, D)`
+    holds the last W-1 raw inputs of the document, oldest first, zero where the document is shorter.
     """
     B, T, D = x.shape
     W = weight.shape[1]
@@ -231,12 +234,14 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initi
             y, new = torch.where(real, y, 0.0), torch.where(real[..., None], new, past)
         past = new
         outs.append(y)
-    return torch.stack(outs, dim=1), past
+    y = torch.stack(outs, dim=1)
+    return y if split is None else y.split(split, dim=-1), past
 
 
-def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, eps=1e-6):
-    """One token or a few of `causal_conv1d`; `state (B, W-1, D)` is updated in place. Returns out `(B, T, D)`."""
-    out, new = causal_conv1d(x, weight, bias, activation=activation, l2_heads=l2_heads, initial_state=state, eps=eps)
+def causal_conv1d_step(x, weight, bias=None, *, state, activation=None, l2_heads=None, split=None, eps=1e-6):
+    """One token or a few of `causal_conv1d`; `state (B, W-1, D)` is updated in place. Returns out `(B, T, D)`, or its slices."""
+    options = {"activation": activation, "l2_heads": l2_heads, "split": split, "eps": eps}
+    out, new = causal_conv1d(x, weight, bias, initial_state=state, **options)
     state.copy_(new)
     return out
 

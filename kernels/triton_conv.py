@@ -9,9 +9,15 @@ the last W - 1 gradients and for dW too: everything is read and converted once. 
 shifted, out of L1, and its dp back from a scratch tile, took 0.28 ms backward at B8 T4096 D2048 on an H200, bound by its
 instructions.) Loads are issued for U tokens at once. Chunks are as long as it takes to fill the GPU once; each but the first reads
 W - 1 tokens before it, and in the backward as many behind. dW and dbias are summed over chunks in the same order every time.
+
+y may come in up to three slices of its channels, a tensor each, whose gradients are then read where they are: autograd puts those
+of slices of one tensor side by side first (compiled, Mamba-2's two kernels that do so and compute the gates' gradients took 29 of a
+step's 204 ms, H200). A program's channels lie within one slice.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -22,6 +28,7 @@ from .launch import given
 from .reference import l2_norm_heads, segment_runs
 
 WIDEST = 8  # taps
+SLICES = 3
 HEADS = (16, 32, 64, 128, 256)  # channels of a head that a program can hold whole; others are normalised after the convolution
 
 
@@ -59,15 +66,38 @@ def _zeros(o_d, N: tl.constexpr):
 
 
 @triton.jit
-def _if(condition, o_d, D):
-    """The mask of the channels there are, where a scalar condition holds. (The interpreter cannot `&` a scalar and a block.)"""
-    return o_d < tl.where(condition, D, 0)
+def _block(i_d, D, s1, s2, BD: tl.constexpr, SPLIT: tl.constexpr):
+    """Of block i_d of the channels: its first, the first of its slice and of the next. Slices begin at 0, s1 and s2 (D: none)."""
+    if not SPLIT:
+        return i_d * BD, 0, D
+    n1 = tl.cdiv(s1, BD)
+    n2 = n1 + tl.cdiv(s2 - s1, BD)
+    start = tl.where(i_d < n1, 0, tl.where(i_d < n2, s1, s2))
+    end = tl.where(i_d < n1, s1, tl.where(i_d < n2, s2, D))
+    return start + (i_d - tl.where(i_d < n1, 0, tl.where(i_d < n2, n1, n2))) * BD, start, end
 
 
 @triton.jit
-def _row(x, t, T, o_d, D, x_t):
+def _of_slice(start, s1, s2, a, b, c, SPLIT: tl.constexpr):
+    """What of a, b and c belongs to the slice that begins at `start`."""
+    if not SPLIT:
+        return a
+    return tl.where(start < s1, a, tl.where(start < s2, b, c))
+
+
+@triton.jit
+def _if(condition, o_d, end):
+    """The mask of the channels before `end` (None: of all), where a scalar condition holds. (The interpreter cannot `&` a scalar
+    and a block.)"""
+    if end is None:
+        o_d, end = tl.zeros_like(o_d), 1
+    return o_d < tl.where(condition, end, 0)
+
+
+@triton.jit
+def _row(x, t, T, o_d, end, x_t):
     """x_t, in its type; x points at the row's token 0."""
-    return tl.load(x + tl.cast(t, tl.int64) * x_t + o_d, mask=_if((t >= 0) & (t < T), o_d, D), other=0.0)
+    return tl.load(x + tl.cast(t, tl.int64) * x_t + o_d, mask=_if((t >= 0) & (t < T), o_d, end), other=0.0)
 
 
 @triton.jit
@@ -91,14 +121,14 @@ def _kept(rows, same, HAS_IDS: tl.constexpr):
 
 
 @triton.jit
-def _before(x, state, ids, t0, T, o_d, D, x_t, W: tl.constexpr, HAS_STATE: tl.constexpr, HAS_IDS: tl.constexpr):
+def _before(x, state, ids, t0, T, o_d, end, D, x_t, W: tl.constexpr, HAS_STATE: tl.constexpr, HAS_IDS: tl.constexpr):
     """x_{t0-1}, x_{t0-2}, .., of x_{t0-1}'s document, and how many tokens before t0 - 1 belong to it, W - 2 at most."""
     rows, back = _zeros(o_d, W - 1), 0
     for i in tl.static_range(W - 1):
         t = t0 - (W - 1) + i
-        b_x = _row(x, t, T, o_d, D, x_t).to(tl.float32)
+        b_x = _row(x, t, T, o_d, end, x_t).to(tl.float32)
         if HAS_STATE:
-            b_x += tl.load(state + (t + W - 1) * D + o_d, mask=_if(t < 0, o_d, D), other=0.0).to(tl.float32)
+            b_x += tl.load(state + (t + W - 1) * D + o_d, mask=_if(t < 0, o_d, end), other=0.0).to(tl.float32)
         real, same, ends = _place(ids, t, T, HAS_IDS)
         rows = _pushed(b_x, _kept(rows, same, HAS_IDS))
         if HAS_IDS and i > 0:
@@ -117,24 +147,27 @@ def _convolved(b_x, rows, parameters, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT", "L", "n_l2"])
 def forward_kernel(
-    x, weight, bias, state, ids, y, final, T, D, ND, NT, L, n_l2, x_b, x_t, eps,
+    x, weight, bias, state, ids, y0, y1, y2, final, T, D, s1, s2, ND, NT, L, n_l2, x_b, x_t, eps,
     W: tl.constexpr, BD: tl.constexpr, U: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_IDS: tl.constexpr,
-    SILU: tl.constexpr, L2: tl.constexpr,
+    SILU: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """y (B, T, D) for L tokens, BD channels; and the final state (B, W-1, D) by the program with the row's last real token."""
+    """y, whole (B, T, D) or in slices (B, T, n), for L tokens, BD channels; and the final state (B, W-1, D) by the program with the
+    row's last real token."""
     i = tl.program_id(0).to(tl.int64)
     i_d, i_t, i_b = (i % ND).to(tl.int32), ((i // ND) % NT).to(tl.int32), i // (ND * NT)
-    x, ids, state, final, y = x + i_b * x_b, ids + i_b * T, state + i_b * (W - 1) * D, final + i_b * (W - 1) * D, y + i_b * T * D
-    t0, o_d = i_t * L, i_d * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    x, ids, state, final = x + i_b * x_b, ids + i_b * T, state + i_b * (W - 1) * D, final + i_b * (W - 1) * D
+    channel, start, end = _block(i_d, D, s1, s2, BD, SPLIT)
+    t0, o_d, y_t = i_t * L, channel + tl.arange(0, BD), end - start
+    y = _of_slice(start, s1, s2, y0, y1, y2, SPLIT) + (i_b * T * y_t - start)
+    m_d, end = o_d < end, None if WHOLE else end
     parameters = _parameters(weight, bias, o_d, m_d, W, HAS_BIAS)
-    rows, back = _before(x, state, ids, t0, T, o_d, D, x_t, W, HAS_STATE, HAS_IDS)
+    rows, back = _before(x, state, ids, t0, T, o_d, end, D, x_t, W, HAS_STATE, HAS_IDS)
     n = -1  # real tokens of the row, once its padding begins
-    for start in range(t0, t0 + L, U):
-        t = tl.cast(start, tl.int32)
+    for first in range(t0, t0 + L, U):
+        t = tl.cast(first, tl.int32)
         loaded = ()
         for u in tl.static_range(U):
-            loaded = loaded + (_row(x, t + u, T, o_d, D, x_t),)
+            loaded = loaded + (_row(x, t + u, T, o_d, end, x_t),)
         for u in tl.static_range(U):
             b_x = loaded[u].to(tl.float32)
             real, same, ends = _place(ids, t + u, T, HAS_IDS)
@@ -144,11 +177,11 @@ def forward_kernel(
             if SILU:
                 b_y *= tl.sigmoid(b_y)
             if L2:  # a program's channels are one head
-                b_y *= tl.where(i_d * BD < n_l2, tl.rsqrt(tl.sum(b_y * b_y, axis=0) + eps), 1.0)
+                b_y *= tl.where(channel < n_l2, tl.rsqrt(tl.sum(b_y * b_y, axis=0) + eps), 1.0)
             if HAS_IDS:
                 b_y, n = tl.where(real, b_y, 0.0), tl.where(ends, t + u, n)
-            p_y = y + tl.cast(t + u, tl.int64) * D + o_d
-            tl.store(p_y, b_y.to(y.dtype.element_ty), mask=_if(t + u < T, o_d, D))
+            p_y = y + tl.cast(t + u, tl.int64) * y_t + o_d
+            tl.store(p_y, b_y.to(y.dtype.element_ty), mask=_if(t + u < T, o_d, end))
 
     last = i_t == NT - 1
     if HAS_IDS:
@@ -203,26 +236,29 @@ def _spread(b_dp, sums, back, parameters, W: tl.constexpr, HAS_IDS: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "NT", "L", "n_l2"])
 def backward_kernel(
-    x, weight, bias, state, ids, dy, dx, dstate, parts, T, D, ND, NT, L, n_l2, x_b, x_t, dy_b, dy_t, eps,
+    x, weight, bias, state, ids, dy0, dy1, dy2, dx, dstate, parts, T, D, s1, s2, ND, NT, L, n_l2, x_b, x_t,
+    dy0_b, dy0_t, dy1_b, dy1_t, dy2_b, dy2_t, eps,
     W: tl.constexpr, BD: tl.constexpr, U: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_IDS: tl.constexpr,
-    SILU: tl.constexpr, L2: tl.constexpr,
+    SILU: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dx (B, T, D) of L tokens, BD channels; dstate (B, W-1, D); and the chunk's part of dW (D, W) and dbias, one behind the other
     in a row of `parts`. The gradient of a state is that of the inputs before token 0."""
     i = tl.program_id(0).to(tl.int64)
     i_d, i_t, i_b = (i % ND).to(tl.int32), ((i // ND) % NT).to(tl.int32), i // (ND * NT)
-    x, ids, state, dy, dx = x + i_b * x_b, ids + i_b * T, state + i_b * (W - 1) * D, dy + i_b * dy_b, dx + i_b * T * D
-    t0, o_d = i_t * L, i_d * BD + tl.arange(0, BD)
-    m_d, normed = o_d < D, i_d * BD < n_l2
+    x, ids, state, dx = x + i_b * x_b, ids + i_b * T, state + i_b * (W - 1) * D, dx + i_b * T * D
+    channel, start, end = _block(i_d, D, s1, s2, BD, SPLIT)
+    t0, o_d, dy_t = i_t * L, channel + tl.arange(0, BD), _of_slice(start, s1, s2, dy0_t, dy1_t, dy2_t, SPLIT)
+    dy = _of_slice(start, s1, s2, dy0, dy1, dy2, SPLIT) + (i_b * _of_slice(start, s1, s2, dy0_b, dy1_b, dy2_b, SPLIT) - start)
+    m_d, normed, end = o_d < end, channel < n_l2, None if WHOLE else end
     parameters = _parameters(weight, bias, o_d, m_d, W, HAS_BIAS)
-    rows, back = _before(x, state, ids, t0, T, o_d, D, x_t, W, HAS_STATE, HAS_IDS)
+    rows, back = _before(x, state, ids, t0, T, o_d, end, D, x_t, W, HAS_STATE, HAS_IDS)
     sums, b_dw = _zeros(o_d, W - 1), _zeros(o_d, W + HAS_BIAS)
-    for start in range(t0, t0 + L, U):
-        t = tl.cast(start, tl.int32)
+    for first in range(t0, t0 + L, U):
+        t = tl.cast(first, tl.int32)
         loaded, above = (), ()
         for u in tl.static_range(U):
-            loaded = loaded + (_row(x, t + u, T, o_d, D, x_t),)
-            above = above + (_row(dy, t + u, T, o_d, D, dy_t),)
+            loaded = loaded + (_row(x, t + u, T, o_d, end, x_t),)
+            above = above + (_row(dy, t + u, T, o_d, end, dy_t),)
         for u in tl.static_range(U):
             b_x, b_dp = loaded[u].to(tl.float32), above[u].to(tl.float32)
             real, same, ends = _place(ids, t + u, T, HAS_IDS)
@@ -239,10 +275,10 @@ def backward_kernel(
             b_dw, rows = new, _pushed(b_x, rows)
             b_dx, sums = _spread(b_dp, sums, back, parameters, W, HAS_IDS)
             o = t + u - (W - 1)
-            tl.store(dx + tl.cast(o, tl.int64) * D + o_d, b_dx.to(dx.dtype.element_ty), mask=_if((o >= t0) & (o < T), o_d, D))
+            tl.store(dx + tl.cast(o, tl.int64) * D + o_d, b_dx.to(dx.dtype.element_ty), mask=_if((o >= t0) & (o < T), o_d, end))
             if HAS_STATE:
                 p_dstate = dstate + (i_b * (W - 1) + o + W - 1) * D + o_d
-                tl.store(p_dstate, b_dx.to(dstate.dtype.element_ty), mask=_if(o < 0, o_d, D))
+                tl.store(p_dstate, b_dx.to(dstate.dtype.element_ty), mask=_if(o < 0, o_d, end))
     p_parts = parts + (i_b * NT + i_t) * (W + HAS_BIAS) * D
     for j in tl.static_range(W):
         tl.store(p_parts + o_d * W + (W - 1 - j), b_dw[j], mask=m_d)
@@ -250,7 +286,7 @@ def backward_kernel(
         tl.store(p_parts + W * D + o_d, b_dw[W], mask=m_d)
     for i in tl.static_range(W - 1):  # what the tokens behind the chunk add to its last gradients
         t = t0 + L + i
-        b_x, b_dp = _row(x, t, T, o_d, D, x_t).to(tl.float32), _row(dy, t, T, o_d, D, dy_t).to(tl.float32)
+        b_x, b_dp = _row(x, t, T, o_d, end, x_t).to(tl.float32), _row(dy, t, T, o_d, end, dy_t).to(tl.float32)
         real, same, ends = _place(ids, t, T, HAS_IDS)
         rows = _kept(rows, same, HAS_IDS)
         if SILU or L2:
@@ -260,7 +296,7 @@ def backward_kernel(
         rows = _pushed(b_x, rows)
         b_dx, sums = _spread(b_dp, sums, back, parameters, W, HAS_IDS)
         o = t - (W - 1)
-        tl.store(dx + tl.cast(o, tl.int64) * D + o_d, b_dx.to(dx.dtype.element_ty), mask=_if(o < T, o_d, D))
+        tl.store(dx + tl.cast(o, tl.int64) * D + o_d, b_dx.to(dx.dtype.element_ty), mask=_if(o < T, o_d, end))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -280,62 +316,71 @@ SHORTEST = 32  # tokens of a chunk
 
 
 class Plan:
-    """A launch: L tokens of a chunk, NT chunks of a row, ND blocks of channels, programs and options."""
+    """A launch: L tokens of a chunk, NT chunks of a row, ND blocks of channels, where slices begin, programs and options."""
 
-    def __init__(self, table, kernel, B, T, D, W, flags, l2_width):
+    def __init__(self, table, kernel, B, T, split, W, flags, l2_width):
         options = dict(table[kernel])
         programs = options.pop("programs")
         if l2_width:  # a program must hold a whole head
             options |= {"BD": l2_width, "num_warps": max(1, l2_width // 128)}
         if W > 4:
             options.pop("maxnreg", None)
-        U, self.ND = options["U"], -(-D // options["BD"])
+        U, self.ND = options["U"], sum(-(-n // options["BD"]) for n in split)
+        self.starts = (*itertools.accumulate(split), sum(split))[:2]
         per_row = max(1, programs // (B * self.ND * options["num_warps"]))
         self.L = max(SHORTEST, -(-T // (per_row * U)) * U)
         self.NT = -(-T // self.L)
         self.programs = self.ND * self.NT * B
-        self.options = options | flags | {"W": W, "L2": l2_width > 0}
+        whole = all(n % options["BD"] == 0 for n in split)  # blocks of channels, which then need no mask
+        self.options = options | flags | {"W": W, "L2": l2_width > 0, "SPLIT": len(split) > 1, "WHOLE": whole}
         self.launch = launch.launch(forward_kernel if kernel == "forward" else backward_kernel, **self.options)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(kernel, architecture, size, B, T, D, W, bias, state, ids, silu, l2_width):
+def _plan(kernel, architecture, size, B, T, split, W, bias, state, ids, silu, l2_width):
     flags = {"HAS_BIAS": bias, "HAS_STATE": state, "HAS_IDS": ids, "SILU": silu}
-    return Plan(LAUNCH[architecture, size], kernel, B, T, D, W, flags, l2_width)
+    return Plan(LAUNCH[architecture, size], kernel, B, T, split, W, flags, l2_width)
 
 
-def plan(kernel, x, weight, bias, state, ids, silu, l2_width):
-    sizes = *x.shape, weight.shape[1]
+def plan(kernel, x, weight, bias, state, ids, split, silu, l2_width):
+    sizes = *x.shape[:2], tuple(split), weight.shape[1]
     given = bias is not None, state is not None, ids is not None
     return _plan(kernel, launch.architecture(x), x.element_size(), *sizes, *given, silu, l2_width)
 
 
+def _three(slices):
+    """The slices and, where there are fewer than three, the last of them again."""
+    return (*slices, *slices[-1:] * (SLICES - len(slices)))
+
+
 def _forward_pass(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, ids: torch.Tensor | None,
-    silu: bool, l2_heads: int, l2_width: int, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    split: Sequence[int], silu: bool, l2_heads: int, l2_width: int, eps: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The final state and the slices of y."""
     B, T, D = x.shape
-    y, final = x.new_empty(B, T, D), x.new_empty(B, weight.shape[1] - 1, D)
-    p = plan("forward", x, weight, bias, state, ids, silu, l2_width)
+    ys, final = [x.new_empty(B, T, n) for n in split], x.new_empty(B, weight.shape[1] - 1, D)
+    p = plan("forward", x, weight, bias, state, ids, split, silu, l2_width)
     p.launch(
-        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), y, final, T, D, p.ND, p.NT, p.L,
-        l2_heads * l2_width, x.stride(0), x.stride(1), eps,
+        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), *_three(ys), final, T, D, *p.starts,
+        p.ND, p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), eps,
     )  # fmt: skip
-    return y, final
+    return [final, *ys]
 
 
-def _backward_pass(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps):
+def _backward_pass(x, weight, bias, state, ids, dys, split, silu, l2_heads, l2_width, eps):
     """dx, dW, dbias and dstate, the last two None where there is no such input."""
     B, T, D = x.shape
     W = weight.shape[1]
-    dy = dy if dy.stride(2) == 1 else dy.contiguous()
+    dys = _three([dy if dy.stride(2) == 1 else dy.contiguous() for dy in dys])
     dx = x.new_empty(B, T, D)
     dstate = None if state is None else torch.empty_like(state)
-    p = plan("backward", x, weight, bias, state, ids, silu, l2_width)
+    p = plan("backward", x, weight, bias, state, ids, split, silu, l2_width)
     parts = x.new_empty(B * p.NT, D * (W if bias is None else W + 1), dtype=torch.float32)
     p.launch(
-        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), dy, dx, given(dstate, dx), parts, T,
-        D, p.ND, p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), eps,
+        p.programs, x, weight, given(bias, weight), given(state, weight), given(ids, weight), *dys, dx, given(dstate, dx), parts, T,
+        D, *p.starts, p.ND, p.NT, p.L, l2_heads * l2_width, x.stride(0), x.stride(1), *(n for dy in dys for n in dy.stride()[:2]),
+        eps,
     )  # fmt: skip
     total, dbias = parts.sum(0), None
     if bias is not None:
@@ -349,19 +394,19 @@ _forward = torch.library.custom_op("hybrid::causal_conv1d", _forward_pass, mutat
 @torch.library.custom_op("hybrid::causal_conv1d_backward", mutates_args=())
 def _backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, ids: torch.Tensor | None,
-    dy: torch.Tensor, silu: bool, l2_heads: int, l2_width: int, eps: float,
+    dys: Sequence[torch.Tensor], split: Sequence[int], silu: bool, l2_heads: int, l2_width: int, eps: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return launch.all_tensors(_backward_pass(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps))
+    return launch.all_tensors(_backward_pass(x, weight, bias, state, ids, dys, split, silu, l2_heads, l2_width, eps))
 
 
 @_forward.register_fake
-def _(x, weight, bias, state, ids, silu, l2_heads, l2_width, eps):
+def _(x, weight, bias, state, ids, split, silu, l2_heads, l2_width, eps):
     B, T, D = x.shape
-    return x.new_empty(B, T, D), x.new_empty(B, weight.shape[1] - 1, D)
+    return [x.new_empty(B, weight.shape[1] - 1, D), *(x.new_empty(B, T, n) for n in split)]
 
 
 @_backward.register_fake
-def _(x, weight, bias, state, ids, dy, silu, l2_heads, l2_width, eps):
+def _(x, weight, bias, state, ids, dys, split, silu, l2_heads, l2_width, eps):
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
     return [x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate]
@@ -373,14 +418,15 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dy, dfinal, backward=_backward):
+def _differentiate(ctx, grads, backward=_backward):
     x, weight, bias, state, ids = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    dx, dweight, dbias, dstate = backward(x, weight, bias, state, ids, dy, *ctx.options)
+    dfinal, *dys = grads
+    dys = [x.new_zeros(*x.shape[:2], n) if dy is None else dy for dy, n in zip(dys, ctx.options[0], strict=True)]
+    dx, dweight, dbias, dstate = backward(x, weight, bias, state, ids, dys, *ctx.options)
     dbias, dstate = None if bias is None else dbias, None if state is None else dstate
     if dfinal is not None:
         dx, dstate = _add_final(dx, dstate, dfinal, ids)
-    return dx, dweight, dbias, dstate, None, None, None, None, None
+    return dx, dweight, dbias, dstate, None, None, None, None, None, None
 
 
 def _add_final(dx, dstate, dfinal, ids):
@@ -400,7 +446,9 @@ def _add_final(dx, dstate, dfinal, ids):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-_direct = launch.direct(_forward_pass, _save, functools.partial(_differentiate, backward=_backward_pass), outputs=2)
+_direct = launch.direct(
+    _forward_pass, _save, lambda ctx, *grads: _differentiate(ctx, grads, backward=_backward_pass), outputs=1 + SLICES
+)
 
 
 def supports(x, weight, bias=None, **_):
@@ -412,15 +460,31 @@ def supports(x, weight, bias=None, **_):
     return None
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, l2_heads=None, initial_state=None, segment_ids=None, eps=1e-6):
+def _in_one_pass(split, l2_heads):
+    """Whether the kernels can write y in these slices: there are few, and none begins within a head that is normalised."""
+    n, width = l2_heads or (0, 1)
+    starts = itertools.accumulate(split[:-1])
+    return len(split) <= SLICES and 0 not in split and all(start >= n * width or start % width == 0 for start in starts)
+
+
+def causal_conv1d(
+    x, weight, bias=None, *, activation=None, l2_heads=None, split=None, initial_state=None, segment_ids=None, eps=1e-6
+):
     """`reference.causal_conv1d`; x may be a slice of a wider projection, weight and bias are used in their own precision."""
     if l2_heads is not None and l2_heads[1] not in HEADS:
         options = {"activation": activation, "initial_state": initial_state, "segment_ids": segment_ids}
         y, final = causal_conv1d(x, weight, bias, **options)
-        return l2_norm_heads(y, *l2_heads, eps), final
+        y = l2_norm_heads(y, *l2_heads, eps)
+        return y if split is None else y.split(split, dim=-1), final
+    slices = split if split is not None and _in_one_pass(split, l2_heads) else [x.shape[2]]
+    if sum(slices) != x.shape[2]:
+        raise ValueError(f"split={split} adds up to {sum(split)}: x has {x.shape[2]} channels")
     x = x if x.stride(2) == 1 else x.contiguous()
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
     ids = None if segment_ids is None else segment_ids.contiguous()
-    inputs = x, weight, bias, state, ids, activation == "silu", *(l2_heads or (0, 0)), eps
-    return _forward(*inputs) if launch.traced(x, weight, bias, state, ids) else _direct(*inputs)
+    inputs = x, weight, bias, state, ids, slices, activation == "silu", *(l2_heads or (0, 0)), eps
+    final, *ys = _forward(*inputs) if launch.traced(x, weight, bias, state, ids) else _direct(*inputs)
+    if split is None:
+        return ys[0], final
+    return tuple(ys) if slices is split else ys[0].split(split, dim=-1), final

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.nn as nn
 from conftest import from_transformers
 
 import kernels
 from benchmarks.measure import PeakMemory
 from configurator import ConfigError, ModelConfig
-from model import LatentAttention, Model, ModelState, gelu, rotary
+from model import LatentAttention, Model, ModelState, SplitLinear, gelu, rotary
 
 PATTERNS = [
     "gdn",
@@ -431,3 +432,32 @@ def test_gelu_compiled_is_gelu(dtype, tolerance):
     for a, b in ((out, want), *zip(torch.autograd.grad(out.sum(), x), torch.autograd.grad(want.sum(), exact), strict=True)):
         assert ((a.double() - b).abs() <= tolerance * (1 + b.abs())).all()
     assert torch.equal(gelu(x), torch.nn.functional.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "layers", ["gdn", "gdn(steps=2)", "deltanet(conv=0)", "kda", "mamba2(head_dim=8)", "lightning(conv=3)", "retnet", "linear"]
+)
+def test_products_by_slice_are_those_of_one_product(layers, bias, monkeypatch):
+    """Output and every gradient, in documents; and the output without gradients, for which it is one product."""
+    torch.manual_seed(0)
+    m = Model(ModelConfig(layers=layers, n_layer=1, n_head=2, n_embd=32, vocab_size=11, block_size=64, bias=bias)).double()
+    tokens, ids = torch.randint(11, (2, 37)), torch.tensor([1] * 20 + [2] * 17).repeat(2, 1)
+
+    def results():
+        logits = m(tokens, segment_ids=ids).logits
+        return [logits, *torch.autograd.grad(logits.square().sum(), list(m.parameters()))]
+
+    got = results()
+    with torch.no_grad():
+        torch.testing.assert_close(m(tokens, segment_ids=ids).logits, got[0], rtol=1e-10, atol=1e-12)
+    calls = []
+
+    def at_once(self, x):
+        calls.append(self)
+        return nn.Linear.forward(self, x).split(self.split, dim=-1)
+
+    monkeypatch.setattr(SplitLinear, "forward", at_once)
+    for a, b in zip(got, results(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    assert len(calls) == 2  # the mixer's and the FFN's

@@ -180,7 +180,8 @@ def test_sparse_decoding(how, compared):
 
 @pytest.mark.parametrize("given", [(), ("bias",), ("bias", "initial_state"), ("bias", "initial_state", "segment_ids")])
 @pytest.mark.parametrize("strided", [False, True])
-def test_convolution(strided, given, compared):
+@pytest.mark.parametrize("split", [None, [16, 10, 6]])
+def test_convolution(split, strided, given, compared):
     B, T, D, W = 2, 37, 32, 4
     leaf = torch.randn(B, T, 3 * D, device=DEVICE, dtype=BF16, requires_grad=True)
     x = leaf[..., D : 2 * D] if strided else leaf[..., :D].transpose(1, 2).contiguous().transpose(1, 2)
@@ -188,7 +189,8 @@ def test_convolution(strided, given, compared):
     state = torch.randn(B, D, W - 1, device=DEVICE, dtype=BF16, requires_grad=True)
     options = {"bias": bias, "initial_state": state.transpose(1, 2), "segment_ids": documents(B, T)}
     options = {name: options[name] for name in given}
-    outputs = MODULES["conv"].causal_conv1d(x, weight, **options, activation="silu", l2_heads=(1, 16))
+    y, final = MODULES["conv"].causal_conv1d(x, weight, **options, activation="silu", l2_heads=(1, 16), split=split)
+    outputs = [y, final] if split is None else [*y, final]
     differentiate("transposed" if strided else None, outputs, [leaf, weight, bias, state])
     assert compared.seen == {"hybrid::causal_conv1d", "hybrid::causal_conv1d_backward"}
 
