@@ -8,12 +8,15 @@ Gamma_ij = 2^(G_i - G_j) for i >= j, and A' = (I + stril(diag(beta) K K^T * Gamm
     reverse  (per head, V/BV)    dVn = r * K dS + (K Q^T * Gamma^T) dO,  dV = A'^T dVn,  dS' = e_C dS + Q^T (e * dO) - K^T (e * dV)
     inputs   (per chunk)         dQ, dK, dbeta, dG from the stored S, dS, Vn, dV
 
-Linear attention is the same with Vn = V: without A', beta and the terms in dV above (DELTA is false).
+Linear attention is the same with Vn = V: without A', beta and the terms in dV above (DELTA is false). Where its heads share
+q and k, as in Mamba-2, dQ and dK are summed over the heads on chip, which else write both for each head.
 
 Where gradients are wanted the forward scan keeps each chunk's S and Vn in the type of q, 768 bytes a token and head at K = V = 128
 (reverse scan and inputs would otherwise wait for a scan that makes them anew: 0.25 ms of 1.9 at B8 T4096 H16 on an H200).
 Where batch and heads are few, a sequence is scanned in slices side by side: the state behind a slice is M S + L, of which one scan
-from zero gives L and one from the identity, with V = 0, gives M; M^T carries the gradient back.
+from zero gives L and one from the identity, with V = 0, gives M. What S adds to the outputs is scale q_M S, q_M being those of the
+second scan, so that the gradient of S is M^T dS' + scale q_M^T dO: products to be summed in place of a scan (256 bytes a token and
+head are kept for it).
 
 The gradient of the solve is implicit: with X = A'^T dVn, which is dV, that of beta * K K^T * Gamma is -stril(X Vn^T), and no
 gradient of A is formed. For keys of cosine 0.9 and beta up to 2, X is a small difference of large terms, and dG one of terms of dQ
@@ -171,15 +174,18 @@ def solved(b_A, b_x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _scan(B, H, K, V, N, NS, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr):
-    """A scan's program: batch, head, columns of V, chunks from and to, offsets and mask of its state (slices, B, H, K, V)."""
-    i = tl.program_id(0).to(tl.int64)
-    i_v, i_h, i_b, i_s = i % NV, (i // NV) % H, (i // (NV * H)) % B, i // (NV * H * B)
-    o_k, o_v = tl.arange(0, BK)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
-    o_h = ((i_s * B + i_b) * H + i_h) * K * V + o_k * V + o_v
-    first = (i_s * NS).to(tl.int32)
-    i_v, i_h, i_b = i_v.to(tl.int32), i_h.to(tl.int32), i_b.to(tl.int32)
-    return i_b, i_h, i_v * BV, first, tl.minimum(first + NS, N), o_h, (o_k < K) & (o_v < V)
+def _scan(B, H, N, NS, SKIP: tl.constexpr, TILES: tl.constexpr):
+    """A scan's program: slice, from SKIP on, batch, head, tile of columns, chunks from and to."""
+    i = tl.program_id(0)
+    i_t, i_h, i_b, i_s = i % TILES, (i // TILES) % H, (i // (TILES * H)) % B, i // (TILES * H * B) + SKIP
+    return i_s, i_b, i_h, i_t, i_s * NS, tl.minimum(i_s * NS + NS, N)
+
+
+@triton.jit
+def _end(i_s, i_b, i_h, v0, B, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Offsets and mask of BV columns of a slice's state in a tensor (slices, B, H, K, V)."""
+    o_k, o_v = tl.arange(0, BK)[:, None], v0 + tl.arange(0, BV)[None, :]
+    return ((i_s * B + i_b).to(tl.int64) * H + i_h) * (K * V) + (o_k * V + o_v), (o_k < K) & (o_v < V)
 
 
 # Stores of the scans go through pointers: a descriptor's staging tiles would push the second of two programs off an SM.
@@ -205,21 +211,37 @@ def _store_state(x, b_x, i_b, i_h, i_c, v0, H, N, K: tl.constexpr, V: tl.constex
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q, k, v, A, G, o, h, vn, h0, hT, scale, B, T, H, N, NS,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
-    HAS_H0: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, DELTA: tl.constexpr, EYE: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    q, k, v, A, G, o, h, vn, h0, hT, M, scale, B, T, H, N, NS,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, NM: tl.constexpr,
+    DECAYS: tl.constexpr, HAS_H0: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, LOCAL: tl.constexpr, DELTA: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """NS chunks of one head and BV columns of V, in order, from h0 to hT (slices, B, H, K, V). OUT: write o; STATES: write each S
-    and Vn. EYE: start from the identity and take V for zero, which ends in the slice's transition matrix (slices, B, H, K, K)."""
-    i_b, i_h, v0, first, last, o_h, m_h = _scan(B, H, K, V, N, NS, BK, BV, NV)
+    """NS chunks of one head and BV columns of V, in order, from the slice's h0 (slices, B, H, K, V) to hT (B, H, K, V), that of the
+    last slice. OUT: write o; STATES: write each S and Vn.
+
+    LOCAL: what each slice but the last adds to zero, the first to h0 (B, H, K, V), in hT (slices, B, H, K, V) as the next one's;
+    of NV + NM programs the last NM start from the identity and take V for zero, for the matrix that carries a state over the slice,
+    M (slices - 1, B, H, K, K) from the second on; with OUT, which is for these alone (NV = 0, V = K), over the last slice too, and
+    o is its queries carried back to the slice's start: what a state before the slice adds to the output is o times it."""
+    i_s, i_b, i_h, i_t, first, last = _scan(B, H, N, NS, 0, NV + NM)
     i_hk = i_h // R
     o_c = tl.arange(0, 64)
+    identity = i_t >= NV
+    v0 = tl.where(identity, i_t - NV, i_t) * BV if NM else i_t * BV
+    o_h, m_h = _end(i_s, i_b, i_h, v0, B, H, K, V, BK, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_H0:
+    if LOCAL:
+        wanted = last < N
+        if NM:
+            wanted = tl.where(identity, (i_s > 0) & (wanted | OUT), wanted)
+            if identity:
+                b_S += tl.where(tl.arange(0, BK)[:, None] == v0 + tl.arange(0, BV)[None, :], 1.0, 0.0)
+        if HAS_H0:
+            if (i_s == 0) & (i_t < NV):
+                b_S += tl.load(h0 + o_h, mask=m_h, other=0.0)
+        last = tl.where(wanted, last, first)
+    elif HAS_H0:
         b_S += tl.load(h0 + o_h, mask=m_h, other=0.0)
-    if EYE:
-        b_S += tl.where(tl.arange(0, BK)[:, None] == v0 + tl.arange(0, BV)[None, :], 1.0, 0.0)
     causal = o_c[:, None] >= o_c[None, :]
     for i_c in range(first, last):
         t0 = i_c * 64
@@ -237,11 +259,11 @@ def forward_kernel(
             b_o = tl.dot(b_q, b_S16, input_precision=PREC)
             if DECAYS:
                 b_o *= e[:, None]
-        if not EYE:
-            b_vn = v.load([i_b, i_h, t0, v0]).reshape(64, BV).to(tl.float32)
+        if NV:  # with the identity, rows behind the last token: zeros, and not fetched
+            b_vn = v.load([i_b, i_h, tl.where(identity, T, t0) if NM else t0, v0]).reshape(64, BV).to(tl.float32)
         if DELTA:
             b_A = A.load([i_b, i_h, t0, 0]).reshape(64, 64)
-            b_vn = -b_u if EYE else b_vn - b_u
+            b_vn = b_vn - b_u if NV else -b_u
             if DOT == tl.float32:
                 b_vn = tl.dot(b_A.to(DOT), b_vn, input_precision=PREC)
             else:  # of order 1: a unit as in reverse would take 0.03 ms of 0.33
@@ -260,7 +282,15 @@ def forward_kernel(
             b_S *= e_end
             b_vn *= r[:, None]
         b_S += tl.dot(tl.trans(b_k), b_vn.to(DOT), input_precision=PREC)
-    if OUT or not STATES:
+    if LOCAL:
+        if wanted & (i_t < NV):
+            o_h, m_h = _end(i_s + 1, i_b, i_h, v0, B, H, K, V, BK, BV)
+            tl.store(hT + o_h, b_S, mask=m_h)
+        if wanted & identity:
+            o_h, m_h = _end(i_s - 1, i_b, i_h, v0, B, H, K, K, BK, BV)
+            tl.store(M + o_h, b_S, mask=m_h)
+    elif last == N:
+        o_h, m_h = _end(0, i_b, i_h, v0, B, H, K, V, BK, BV)
         tl.store(hT + o_h, b_S, mask=m_h)
 
 
@@ -270,10 +300,12 @@ def reverse_kernel(
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
     HAS_DHT: tl.constexpr, OUT: tl.constexpr, STATES: tl.constexpr, DELTA: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """NS chunks of one head and BV columns of V, last first, from the gradient dhT of the state behind them to that before, dh0
-    (both slices, B, H, K, V). OUT: write dV; STATES: write each chunk's dS, that of its outgoing state."""
-    i_b, i_h, v0, first, last, o_h, m_h = _scan(B, H, K, V, N, NS, BK, BV, NV)
-    i_hk = i_h // R
+    """NS chunks of one head and BV columns of V, last first, from the gradient of the state behind the slice, dhT (slices, B, H, K,
+    V), to that before the first, dh0 (B, H, K, V). OUT: write dV; else only what each slice but the first adds to zero, as the one
+    behind the slice before it, in dh0 (slices, B, H, K, V). STATES: write each chunk's dS, that of its outgoing state."""
+    i_s, i_b, i_h, i_v, first, last = _scan(B, H, N, NS, 0 if OUT else 1, NV)
+    i_hk, v0 = i_h // R, i_v * BV
+    o_h, m_h = _end(i_s, i_b, i_h, v0, B, H, K, V, BK, BV)
     o_c = tl.arange(0, 64)
     b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_DHT:
@@ -311,7 +343,71 @@ def reverse_kernel(
             if DECAYS:
                 b_dvn *= e[:, None]
             b_dS -= tl.dot(tl.trans(b_k), b_dvn.to(DOT), input_precision=PREC)
-    tl.store(dh0 + o_h, b_dS, mask=m_h)
+    if first == 0 or not OUT:
+        o_h, m_h = _end(0 if OUT else i_s - 1, i_b, i_h, v0, B, H, K, V, BK, BV)
+        tl.store(dh0 + o_h, b_dS, mask=m_h)
+
+
+@triton.jit
+def _carried(p_M, b_S, b_x, m0, m1, K: tl.constexpr, BM: tl.constexpr, REVERSE: tl.constexpr):
+    """b_x + M b_S of the BM rows of a head's matrix M from m0 and columns from m1, with REVERSE of its transpose."""
+    o = tl.arange(0, BM)
+    i, j = (m1 + o[:, None], m0 + o[None, :]) if REVERSE else (m0 + o[:, None], m1 + o[None, :])
+    b_M = tl.load(p_M + (i * K + j), mask=(i < K) & (j < K), other=0.0)
+    return tl.dot(tl.trans(b_M) if REVERSE else b_M, b_S, b_x, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def carry_kernel(
+    M, G, ends, end, B, T, H, N, NS,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, DECAYS: tl.constexpr,
+    HAS_END: tl.constexpr, DELTA: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """From what each slice adds to zero to the states before all, x, in place in ends (slices, B, H, K, V): x[i + 1] += M_i x[i],
+    BV columns of one head. x[0] is `end` (B, H, K, V), or 0, and x[1] is there already. REVERSE, for the gradients of the states
+    behind the slices: x[i - 1] += M_i^T x[i], from the last one, which is `end` or 0. M_i, of slice i, is a matrix of M (slices -
+    1, B, H, K, K) or, without DELTA, a decay. A state is held as two halves of BM rows: for 256 at once M would have no room."""
+    i = tl.program_id(0)
+    i_h, i_b, v0 = (i // NV) % H, i // (NV * H), (i % NV) * BV
+    n, i_bh, tokens = tl.cdiv(N, NS), i_b * H + i_h, NS * 64
+    o_k, o_v = tl.arange(0, BM)[:, None], v0 + tl.arange(0, BV)[None, :]
+    m_a, m_b = (o_k < K) & (o_v < V), (BM + o_k < K) & (o_v < V)
+    o_a, o_b = o_k * V + o_v, (BM + o_k) * V + o_v
+    size = (B * H).to(tl.int64) * (K * V)
+    x = ends + i_bh.to(tl.int64) * (K * V)
+    a, b = tl.zeros([BM, BV], dtype=tl.float32), tl.zeros([BM, BV], dtype=tl.float32)
+    if HAS_END:
+        p = end + i_bh.to(tl.int64) * (K * V)
+        a, b = tl.load(p + o_a, mask=m_a, other=0.0), tl.load(p + o_b, mask=m_b, other=0.0)
+    p = x + (n - 1) * size if REVERSE else x
+    tl.store(p + o_a, a, mask=m_a)
+    tl.store(p + o_b, b, mask=m_b)
+    if not REVERSE:
+        a, b = tl.load(x + size + o_a, mask=m_a, other=0.0), tl.load(x + size + o_b, mask=m_b, other=0.0)
+    for j in range(1, n if REVERSE else n - 1):
+        i_s = n - j if REVERSE else j
+        p = x + (i_s - 1 if REVERSE else i_s + 1) * size
+        to_a, to_b = tl.load(p + o_a, mask=m_a, other=0.0), tl.load(p + o_b, mask=m_b, other=0.0)
+        if DELTA:
+            p_M = M + ((i_s - 1) * B * H + i_bh).to(tl.int64) * (K * K)
+            to_a = _carried(p_M, a, to_a, 0, 0, K, BM, REVERSE)
+            to_b = _carried(p_M, a, to_b, BM, 0, K, BM, REVERSE)
+            to_a = _carried(p_M, b, to_a, 0, BM, K, BM, REVERSE)
+            to_b = _carried(p_M, b, to_b, BM, BM, K, BM, REVERSE)
+        else:
+            decay = 0.0
+            if DECAYS == 1:  # G at the ends of the chunks, summed
+                for c in range(i_s * NS, tl.minimum(i_s * NS + NS, N), 64):
+                    o_c = c + tl.arange(0, 64)
+                    p_G = G + (i_bh.to(tl.int64) * N + o_c) * 64 + 63
+                    decay += tl.sum(tl.load(p_G, mask=o_c < tl.minimum(i_s * NS + NS, N), other=0.0))
+            if DECAYS == 2:
+                decay = tl.load(G + i_h) * tl.minimum(tokens, T - i_s * tokens)
+            to_a += tl.exp2(decay) * a
+            to_b += tl.exp2(decay) * b
+        a, b = to_a, to_b
+        tl.store(p + o_a, a, mask=m_a)
+        tl.store(p + o_b, b, mask=m_b)
 
 
 @triton.jit
@@ -498,6 +594,102 @@ def inputs_kernel(
         tl.store(gates + s_gate + o_t, tl.where(b_g < -40.0, 0.0, b_dG), mask=seen)
 
 
+@triton.jit(do_not_specialize=[*COUNTS, "HEADS", "PARTS"])
+def grouped_inputs_kernel(
+    q, k, do, v, h, dh, G, dq, dk, sums, scale, B, T, H, N, HEADS, PARTS, s_q, s_k,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BKB: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
+    DECAYS: tl.constexpr, DG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk (PARTS, B, T, H / R, K) of linear attention: those of one chunk and BKB key channels, summed over HEADS of the R value
+    heads that share a q and a k. And of what these channels add to dG, sums (NK, B H, N, 64 + BKB): 64 terms by token and, in BKB
+    parts, what all tokens of the chunk share.
+
+    What a head has to itself, dO, V, S and dS, is loaded ahead in a pipelined loop; q and k stay on chip. dk is summed transposed,
+    where the gradient of the scores is a right operand as it is: no transpose of it is computed. It is rounded once for dq and dk,
+    or dG is off (see inputs_kernel)."""
+    i = tl.program_id(0).to(tl.int64)
+    i_k, i_c, i = (i % NK).to(tl.int32), (i // NK % N).to(tl.int32), (i // NK // N).to(tl.int32)
+    i_p, i_b, Hk = i % PARTS, i // PARTS // (H // R), H // R
+    i_hk = i // PARTS % Hk
+    k0, t0 = i_k * BKB, i_c * 64
+    o_c, o_d = tl.arange(0, 64), tl.arange(0, BKB)
+    b_q = _rows(q, i_b, i_hk, t0, k0, T, s_q, K, BKB).to(DOT)
+    b_k = _rows(k, i_b, i_hk, t0, k0, T, s_k, K, BKB).to(DOT)
+    b_kT = tl.trans(b_k)
+    b_dq = tl.zeros([64, BKB], dtype=tl.float32)
+    b_dkT = tl.zeros([BKB, 64], dtype=tl.float32)
+    causal = o_c[:, None] >= o_c[None, :]
+    first = i_hk * R + i_p * HEADS
+    for i_h in range(first, tl.minimum(first + HEADS, i_hk * R + R)):
+        b_G, e, r, e_end = _decays(G, i_b, i_h, i_c, T, H, N, DECAYS)
+        i_bh = i_b * H + i_h
+        b_p = tl.zeros([64, 64], dtype=tl.float32)
+        for i_v in tl.static_range(NV):
+            b_do = do.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
+            b_v = v.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
+            b_p = tl.dot(b_do, tl.trans(b_v), b_p, input_precision=PREC)
+        if DECAYS:
+            b_p *= tl.exp2(tl.where(causal, b_G[:, None] - b_G[None, :], float("-inf"))) * scale
+        else:
+            b_p = tl.where(causal, b_p * scale, 0.0)
+        b_p = b_p.to(DOT)
+        g_q = tl.zeros([64, BKB], dtype=tl.float32)
+        for i_v in tl.static_range(NV):
+            if NV > 1:
+                b_do = do.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
+            b_S = h.load([i_bh, i_c, k0, i_v * BV]).reshape(BKB, BV).to(DOT)
+            g_q = tl.dot(b_do, tl.trans(b_S), g_q, input_precision=PREC)
+        g_q *= (e * scale)[:, None]
+        g_q = tl.dot(b_p, b_k, g_q, input_precision=PREC)
+        b_dq += g_q
+        g_kT = tl.zeros([BKB, 64], dtype=tl.float32)
+        for i_v in tl.static_range(NV):
+            if NV > 1:
+                b_v = v.load([i_b, i_h, t0, i_v * BV]).reshape(64, BV).to(DOT)
+            b_dS = dh.load([i_bh, i_c, k0, i_v * BV]).reshape(BKB, BV).to(DOT)
+            g_kT = tl.dot(b_dS, tl.trans(b_v), g_kT, input_precision=PREC)
+        if DECAYS:
+            g_kT *= r[None, :]
+        if DG:
+            b_dG = tl.sum(g_q * b_q.to(tl.float32), axis=1)
+            b_end = tl.sum(g_kT * b_kT.to(tl.float32), axis=1)
+        g_kT = tl.dot(tl.trans(b_q), b_p, g_kT, input_precision=PREC)
+        b_dkT += g_kT
+        if DG:
+            b_dG -= tl.sum(g_kT * b_kT.to(tl.float32), axis=0)
+            for i_v in tl.static_range(NV):
+                if NV > 1:
+                    b_S = h.load([i_bh, i_c, k0, i_v * BV]).reshape(BKB, BV).to(DOT)
+                    b_dS = dh.load([i_bh, i_c, k0, i_v * BV]).reshape(BKB, BV).to(DOT)
+                b_end += e_end * tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1)
+            p_sums = sums + ((i_k.to(tl.int64) * B * H + i_bh) * N + i_c) * (64 + BKB)
+            tl.store(p_sums + o_c, b_dG)
+            tl.store(p_sums + 64 + o_d, b_end)
+    i_b += i_p * B
+    _store_rows(dq, b_dq, i_b, i_hk, t0, k0, T, Hk, K, BKB)
+    p_dk = dk + ((i_b.to(tl.int64) * T + t0) * Hk + i_hk) * K + k0 + (o_c[None, :] * (Hk * K) + o_d[:, None])
+    tl.store(p_dk, b_dkT.to(dk.dtype.element_ty), mask=(o_c < T - t0)[None, :] & (k0 + o_d < K)[:, None])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def gates_kernel(sums, g, dg, B, T, H, N, BKB: tl.constexpr, NK: tl.constexpr, BH: tl.constexpr):
+    """dg (B, T, H) of one chunk and BH heads from the sums of `grouped_inputs_kernel`: g reaches every G behind it in the chunk."""
+    i, n = tl.program_id(0), tl.cdiv(H, BH)
+    i_c, h0, i_b = i % N, (i // N) % n * BH, i // (N * n)
+    o_c, o_d, o_h = tl.arange(0, 64), tl.arange(0, BKB), h0 + tl.arange(0, BH)
+    there = (o_h < H)[:, None]
+    b_dG, b_end = tl.zeros([BH, 64], dtype=tl.float32), tl.zeros([BH, BKB], dtype=tl.float32)
+    for i_k in tl.static_range(NK):
+        p = sums + (((i_k * B + i_b).to(tl.int64) * H + o_h) * N + i_c)[:, None] * (64 + BKB)
+        b_dG += tl.load(p + o_c[None, :], mask=there, other=0.0)
+        b_end += tl.load(p + 64 + o_d[None, :], mask=there, other=0.0)
+    b_dg = tl.cumsum(b_dG, 1, reverse=True) + tl.sum(b_end, axis=1)[:, None]
+    o_t = (i_b.to(tl.int64) * T + i_c * 64 + o_c[None, :]) * H + o_h[:, None]
+    seen = there & (i_c * 64 + o_c < T)[None, :]
+    b_g = tl.load(g + o_t, mask=seen, other=0.0).to(tl.float32)
+    tl.store(dg + o_t, tl.where(b_g < -40.0, 0.0, b_dg), mask=seen)  # one that was clamped has no gradient
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Launches
 
@@ -512,13 +704,16 @@ LAUNCH = {
         "prepare": {"num_warps": 4, "num_stages": 1},
         "forward": _entry(64, 4, 2),
         "keep": _entry(64, 4, 2),
-        "states": _entry(64, 4, 2),
+        "local": _entry(64, 4, 2),
         "reverse": _entry(64, 4, 2),
+        "sums": _entry(64, 4, 3),
+        "carry": _entry(32, 4, 2),
         **dict.fromkeys(("inputs", "inputs_linear"), _entry(128, 4, 1) | {"LINE": 128}),
+        "inputs_grouped": _entry(64, 4, 3),
     },
     (90, 4): {
         "prepare": {"num_warps": 4, "num_stages": 1},
-        **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(32, 4, 1)),
+        **dict.fromkeys(("forward", "keep", "local", "reverse", "sums", "carry", "inputs_grouped"), _entry(32, 4, 1)),
         **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 4, 1) | {"LINE": 128}),
     },
 }
@@ -526,10 +721,11 @@ LAUNCH[100, 2], LAUNCH[100, 4] = LAUNCH[90, 2], LAUNCH[90, 4]
 MOST = {"maxnreg": 255}  # or ptxas, asked for sm_80, may take 32 and spill 4 to 22 KB
 LAUNCH[80, 4] = LAUNCH[80, 2] = {
     "prepare": {"num_warps": 4, "num_stages": 1},
-    **dict.fromkeys(("forward", "keep", "states", "reverse"), _entry(16, 8, 1) | MOST),
+    **dict.fromkeys(("forward", "keep", "local", "reverse", "sums", "carry", "inputs_grouped"), _entry(16, 8, 1) | MOST),
     **dict.fromkeys(("inputs", "inputs_linear"), _entry(32, 8, 1) | MOST | {"LINE": 0}),
 }
 SLICES = {"programs": 264, "chunks": 8}
+PARTS = {"programs": 528}  # heads that share a key are divided while there are fewer
 
 
 class Plan:
@@ -541,19 +737,41 @@ class Plan:
         self.BK, self.delta, self.table, self.launches = max(16, triton.next_power_of_2(K)), delta, table, {}
         self.common = types | {"R": self.R, "DELTA": delta}
         self.prepare = table["prepare"] | types | {"R": self.R, "K": K, "BK": self.BK, "DELTA": delta}
-        self.forward, self.keep, self.reverse = (self.scan(kernel, V) for kernel in ("forward", "keep", "reverse"))
-        self.states, self.eye = self.scan("states", V), self.scan("states", K)
+        self.forward, self.keep = (self.scan(kernel, V) | {"NM": 0} for kernel in ("forward", "keep"))
+        self.reverse, self.sums = self.scan("reverse", V), self.scan("sums", V)
         inputs = dict(table["inputs" if delta else "inputs_linear"])
         if interpreted(inputs_kernel):
             inputs["LINE"] = 0  # it knows no assembly
-        BV, BKB = min(inputs.pop("BV"), max(16, triton.next_power_of_2(V))), min(self.BK, 64)
+        BV_most, BKB = max(16, triton.next_power_of_2(V)), min(self.BK, 64)
+        BV = min(inputs.pop("BV"), BV_most)
         NK = triton.cdiv(K, BKB)
         columns = {"BK": self.BK, "BKB": BKB, "NK": NK, "BV": BV, "NV": triton.cdiv(V, BV)}
         self.inputs = inputs | self.common | {"K": K, "V": V} | columns
+        if self.R > 1 and not delta:
+            grouped = dict(table["inputs_grouped"])
+            if V > 64:
+                grouped["num_stages"] = 1  # or one program fits an SM, where two do
+            BV = min(grouped["BV"], BV_most)
+            self.gates = {"BKB": BKB, "NK": NK, "BH": min(16, triton.next_power_of_2(H))}
+            columns = {"R": self.R, "K": K, "V": V, "BKB": BKB, "NK": NK, "BV": BV, "NV": triton.cdiv(V, BV)}
+            self.grouped = grouped | types | columns
+            # Of the R heads of a key, so many a program.
+            self.heads = triton.cdiv(self.R, min(self.R, max(1, PARTS["programs"] // (B * Hk * self.N * NK))))
+            self.parts = triton.cdiv(self.R, self.heads)
         # Slices of a sequence, until there are so many programs, or so few chunks in a slice.
         wanted = min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
         self.chunks = triton.cdiv(self.N, wanted) if wanted > 1 else self.N
         self.slices = triton.cdiv(self.N, self.chunks)
+        # The first pass over them: states alone, with the matrices that carry them on, and those alone; sums for their gradients.
+        self.local = self.scan("local", V) | {"NM": 0}
+        self.both, self.matrices = self.local | {"NM": triton.cdiv(K, self.local["BV"])}, self.scan("forward", K)
+        self.matrices |= {"NV": 0, "NM": self.matrices["NV"]}
+        self.products = self.sums | {"DELTA": False, "R": 1}
+        carry, BM = dict(table["carry"]), max(16, self.BK // 2)
+        if BM > 64:
+            carry |= {"BV": 16, "num_warps": 8, "num_stages": 1}
+        carry["BV"] = min(carry["BV"], max(16, triton.next_power_of_2(V)))
+        self.carry = carry | {"K": K, "V": V, "BM": BM, "NV": triton.cdiv(V, carry["BV"]), "DELTA": delta}
 
     def launch(self, kernel, options, **flags):
         """The launch of a kernel with these options, a dict of the plan's, and flags: put together once."""
@@ -562,9 +780,9 @@ class Plan:
             self.launches[key] = launch(kernel, **options, **flags)
         return self.launches[key]
 
-    def ends(self, device):
-        """Room for the state at the end of each slice."""
-        shape = (self.B, self.H, self.K, self.V) if self.slices == 1 else (self.slices, self.B, self.H, self.K, self.V)
+    def ends(self, device, slices):
+        """Room for the state at an end of each slice, or of one alone."""
+        shape = (slices, self.B, self.H, self.K, self.V) if slices > 1 else (self.B, self.H, self.K, self.V)
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     def scan(self, kernel, columns):
@@ -603,8 +821,8 @@ def _decay_mode(g, starts):
 
 
 def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
-    """Output, final state, and for the backward A', G, each chunk's S and Vn, and the slices' transitions. None are A' and Vn
-    without beta, S and Vn unless `keep`, G of constant decays, and the transitions of one slice."""
+    """Output, final state, and for the backward A', G, each chunk's S and Vn, and the slices' M and q_M (see `_slice_starts`). None
+    are A' and Vn without beta, S and Vn unless `keep`, G of constant decays, and what several slices of the delta rule need."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     q, k, v = ready(q), _by_token(k), ready(v)
     A = torch.empty(s.B, s.T, s.H, C, dtype=_half(q.dtype), device=q.device) if s.delta else None
@@ -613,103 +831,86 @@ def _forward_pass(q, k, v, g, beta, h0, starts, scale, keep):
         gates = G if g is None else g.contiguous(), beta.contiguous() if s.delta else G, G if starts is None else starts
         prepare = s.launch(prepare_kernel, s.prepare, HAS_G=g is not None, HAS_STARTS=starts is not None)
         prepare(s.N * s.B * s.H, k, *gates, A if s.delta else G, G, s.T, s.H, s.N, k.stride(1))
-    o, hT, h, vn, M = _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep)
-    return o, hT, A, None if mode == 2 else G, h, vn, M
+    o, hT, *kept = _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep)
+    return o, hT, A, None if mode == 2 else G, *kept
 
 
 def _forward_scan(s, q, k, v, A, G, h0, scale, mode, keep=False):
-    """Output, final state, each chunk's S and Vn, transitions of the slices."""
-    k_tile, M = tile(k, [C, s.BK]), None
+    """Output, final state, each chunk's S and Vn, matrices of the slices and what they make of the queries."""
+    k_tile, M, q_M = tile(k, [C, s.BK]), None, None
+    q_tile, A_tile = tile(q, [C, s.BK]), tile(A, [C, C]) if s.delta else k_tile
     if s.slices > 1:
-        h0, M = _slice_starts(s, k_tile, v, A, G, h0, mode)
+        h0, M, q_M = _slice_starts(s, q_tile, k_tile, v, A_tile, G, h0, mode, keep)
     options = s.keep if keep else s.forward
     o = torch.empty(s.B, s.T, s.H, s.V, dtype=v.dtype, device=v.device)
-    hT = s.ends(v.device)
+    hT = s.ends(v.device, 1)
     h = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=q.dtype, device=q.device) if keep else None
     vn = torch.empty(s.B, s.T, s.H, s.V, dtype=q.dtype, device=q.device) if keep and s.delta else None
-    q_tile, v_tile = tile(q, [C, s.BK]), tile(v, [C, options["BV"]])
-    scan = s.launch(forward_kernel, options, HAS_H0=h0 is not None, OUT=True, STATES=keep, EYE=False, DECAYS=mode)
+    scan = s.launch(forward_kernel, options, HAS_H0=h0 is not None, OUT=True, STATES=keep, LOCAL=False, DECAYS=mode)
     scan(
-        options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, v_tile, tile(A, [C, C]) if s.delta else v_tile, G, o,
-        o if h is None else h, o if vn is None else vn, hT if h0 is None else h0, hT, scale, s.B, s.T, s.H, s.N, s.chunks,
+        options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, tile(v, [C, options["BV"]]), A_tile, G, o, o if h is None else h,
+        o if vn is None else vn, hT if h0 is None else h0, hT, hT, scale, s.B, s.T, s.H, s.N, s.chunks,
     )  # fmt: skip
-    return o, hT if s.slices == 1 else hT[-1], h, vn, M
+    return o, hT, h, vn, M, q_M
 
 
-def _slice_starts(s, k_tile, v, A, G, h0, mode):
-    """The state before each slice (slices, B, H, K, V), from what each adds to zero and the matrix M by which it carries one on."""
-    local = s.ends(v.device)
-    A_tile = tile(A, [C, C]) if s.delta else k_tile
-
-    def scan(out, options, eye):
-        v_tile = k_tile if eye else tile(v, [C, options["BV"]])
-        one = s.launch(forward_kernel, options, HAS_H0=False, OUT=False, STATES=False, EYE=eye, DECAYS=mode)
-        n, sizes = options["NV"] * s.B * s.H * s.slices, (s.B, s.T, s.H, s.N, s.chunks)
-        one(n, k_tile, k_tile, v_tile, A_tile, G, out, out, out, out, out, 0.0, *sizes)
-        return out
-
-    scan(local, s.states, False)
+def _slice_starts(s, q_tile, k_tile, v, A_tile, G, h0, mode, keep):
+    """The states before all slices (slices, B, H, K, V). For the delta rule, if `keep`, also the matrices M that carry a state over
+    the second slice and those behind it (slices - 1, B, H, K, K), and queries times them, q_M (B, T, H, K), so that an output
+    changes with the state before its slice by scale q_M; in the first slice q_M is left as it was."""
+    starts, M, q_M = s.ends(v.device, s.slices), None, None
     if s.delta:
-        M = scan(torch.empty(s.slices, s.B, s.H, s.K, s.K, dtype=torch.float32, device=v.device), s.eye, True)
-    else:
-        M = _slice_decays(s, G, mode)
-    before = torch.empty_like(local)
-    before[0] = 0.0 if h0 is None else h0
-    _carry(M, before, local, range(s.slices - 1), 1)
-    return before, M
+        M = torch.empty(s.slices - 1, s.B, s.H, s.K, s.K, dtype=torch.float32, device=v.device)
+
+    def scan(options, slices, v_tile, out, **flags):
+        one = s.launch(forward_kernel, options, **flags, STATES=False, LOCAL=True, DECAYS=mode)
+        one(
+            (options["NV"] + options["NM"]) * s.B * s.H * slices, q_tile, k_tile, v_tile, A_tile, G, out, out, out,
+            starts if h0 is None else h0, starts, starts if M is None else M, 1.0, s.B, s.T, s.H, s.N, s.chunks,
+        )  # fmt: skip
+
+    options = s.both if s.delta and not keep else s.local
+    scan(options, s.slices - 1, tile(v, [C, options["BV"]]), starts, HAS_H0=h0 is not None, OUT=False)
+    if s.delta and keep:
+        q_M = torch.empty(s.B, s.T, s.H, s.K, dtype=v.dtype, device=v.device)
+        scan(s.matrices, s.slices, k_tile, q_M, HAS_H0=False, OUT=True)
+    _carry(s, M, G, starts, h0, mode, False)
+    return starts, M if keep else None, q_M
 
 
-def _slice_decays(s, G, mode):
-    """The decay over each slice (slices, B, H, 1, 1)."""
-    if mode == 0:
-        return torch.ones(s.slices, s.B, s.H, 1, 1, device=G.device)
-    if mode == 2:
-        first = torch.arange(s.slices, device=G.device) * s.chunks * C
-        total = ((first + s.chunks * C).clamp(max=s.T) - first)[:, None, None] * G.expand(s.B, s.H)
-    else:  # G at the ends of the chunks, summed over the slice; beyond the sequence there are none
-        ends = torch.nn.functional.pad(G[..., -1], (0, s.slices * s.chunks - s.N))
-        total = ends.view(s.B, s.H, s.slices, s.chunks).sum(-1).movedim(-1, 0).contiguous()  # as the fake says
-    return torch.exp2(total)[..., None, None]
+def _carry(s, M, G, ends, end, mode, reverse):
+    """What slices add to zero becomes the states before them, or the gradients of those behind them, in place."""
+    M, end, given = ends if M is None else M, ends if end is None else end, end is not None
+    carry = s.launch(carry_kernel, s.carry, HAS_END=given, REVERSE=reverse, DECAYS=0 if s.delta else mode)
+    carry(s.carry["NV"] * s.B * s.H, M, G, ends, end, s.B, s.T, s.H, s.N, s.chunks)
 
 
-def _carry(M, state, local, order, step):
-    """state[i + step] = M[i] state[i] + local[i] for i in order; M a matrix of a head, or its decay."""
-    M, state, local = (x.flatten(1, 2).unbind(0) for x in (M, state, local))
-    for i in order:
-        if M[i].shape[-1] == 1:
-            torch.addcmul(local[i], M[i], state[i], out=state[i + step])
-        else:
-            torch.baddbmm(local[i], M[i], state[i], out=state[i + step])
-
-
-def _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=False):
+def _reverse_scan(s, q, k, do, A, G, M, q_M, dhT, scale, mode, keep=False):
     """dV, dh0, each chunk's dS."""
-    options = s.reverse
     dv = torch.empty(s.B, s.T, s.H, s.V, dtype=do.dtype, device=do.device)
     dh = torch.empty(s.B * s.H, s.N, s.K, s.V, dtype=do.dtype, device=do.device) if keep else None
-    q_tile, k_tile, do_tile = tile(q, [C, s.BK]), tile(k, [C, s.BK]), tile(do, [C, options["BV"]])
-    A_tile = tile(A, [C, C]) if s.delta else do_tile
+    dh0 = s.ends(do.device, 1)
+    k_tile = tile(k, [C, s.BK])
 
-    def scan(start, out):
-        before = s.ends(do.device)
-        one = s.launch(reverse_kernel, options, HAS_DHT=start is not None, OUT=out, STATES=out and keep, DECAYS=mode)
+    def scan(options, slices, q, behind, before, **flags):
+        q_tile, do_tile = tile(q, [C, s.BK]), tile(do, [C, options["BV"]])
+        one = s.launch(reverse_kernel, options, HAS_DHT=behind is not None, **flags)
         one(
-            options["NV"] * s.B * s.H * s.slices, q_tile, k_tile, do_tile, A_tile, G, dv, dv if dh is None else dh,
-            before if start is None else start, before, scale, s.B, s.T, s.H, s.N, s.chunks,
+            options["NV"] * s.B * s.H * slices, q_tile, k_tile, do_tile, tile(A, [C, C]) if options["DELTA"] else k_tile, G, dv,
+            dv if dh is None else dh, before if behind is None else behind, before, scale, s.B, s.T, s.H, s.N, s.chunks,
         )  # fmt: skip
-        return before
 
-    if s.slices > 1:
-        local = scan(None, False)
-        behind = torch.empty_like(local)
-        behind[-1] = 0.0 if dhT is None else dhT
-        _carry(M.mT, behind, local, range(s.slices - 1, 0, -1), -1)
+    if s.slices > 1:  # with q_M what a slice adds to zero is a sum of products: q^T dO without a decay
+        behind = s.ends(do.device, s.slices)
+        options, of_slice, decays = (s.products, q_M, 0) if s.delta else (s.sums, q, mode)
+        scan(options, s.slices - 1, of_slice, None, behind, OUT=False, STATES=False, DECAYS=decays)
+        _carry(s, M, G, behind, dhT, mode, True)
         dhT = behind
-    before = scan(dhT, True)
-    return dv, before if s.slices == 1 else before[0], dh
+    scan(s.reverse, s.slices, q, dhT, dh0, OUT=True, STATES=keep, DECAYS=mode)
+    return dv, dh0, dh
 
 
-def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted):
+def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, q_M, do, dhT, scale, dg_wanted):
     """dq, dk, dv, dbeta and dg as one tensor (2, B, T, H), each written where there is such an input, dh0."""
     s, mode = plan(q, v, beta is not None), _decay_mode(g, starts)
     B, T, H, K = s.B, s.T, s.H, s.K
@@ -719,11 +920,14 @@ def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale,
     if h is None:  # Linear attention whose decay needs no gradient: its forward, with the inputs in other places.
         # dQ = f(dO, V, K), dK = f'(V, dO, Q), dV = f'(K, Q, dO), f' from the last token to the first: no states in memory.
         t, (h0, dhT_t) = plan(do, k, False), (None if x is None else x.mT.contiguous() for x in (h0, dhT))
-        dq, *_, of_slices = _forward_scan(t, do, v, k, A, G, h0, scale, mode)  # t has other slices than s where K and V differ
-        dk = _reverse_scan(t, do, v, q, A, G, of_slices, dhT_t, scale, mode)[0]
-        dv, dh0, _ = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode)
+        dq = _forward_scan(t, do, v, k, A, G, h0, scale, mode)[0]  # t has other slices than s where K and V differ
+        dk = _reverse_scan(t, do, v, q, A, G, M, q_M, dhT_t, scale, mode)[0]
+        dv, dh0, _ = _reverse_scan(s, q, k, do, A, G, M, q_M, dhT, scale, mode)
         return dq, dk, dv, None, dh0
-    dv, dh0, dh = _reverse_scan(s, q, k, do, A, G, M, dhT, scale, mode, keep=True)
+    dv, dh0, dh = _reverse_scan(s, q, k, do, A, G, M, q_M, dhT, scale, mode, keep=True)
+    if s.R > 1 and not s.delta:
+        dq, dk, gates = _grouped_inputs(s, q, k, do, v, h, dh, G, g, scale, mode, dg_wanted)
+        return dq, dk, dv, gates, dh0
     dq, dk = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in range(2))
     gates = torch.empty(2, B, T, H, dtype=torch.float32, device=q.device)
     vn = vn if s.delta else v
@@ -735,6 +939,30 @@ def _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale,
     if s.R > 1:  # value heads that share a key head
         dq, dk = (x.view(B, T, H // s.R, s.R, K).sum(3) for x in (dq, dk))
     return dq, dk, dv, gates, dh0
+
+
+def _grouped_inputs(s, q, k, do, v, h, dh, G, g, scale, mode, dg_wanted):
+    """dq, dk and, its second half where it is wanted, dg (2, B, T, H) of linear attention whose heads share keys."""
+    options, wide = s.grouped, {"dtype": torch.float32, "device": q.device}
+    BKB, NK, BV = options["BKB"], options["NK"], options["BV"]
+    shape = (s.B, s.T, s.H // s.R, s.K)
+    if s.parts == 1:
+        dq, dk = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    else:
+        dq, dk = (torch.empty(s.parts, *shape, **wide) for _ in range(2))
+    gates = torch.empty(2, s.B, s.T, s.H, **wide)
+    sums = torch.empty(NK, s.B * s.H, s.N, C + BKB, **wide) if dg_wanted else gates
+    h_tile, dh_tile = (tile(x.transpose(1, 2), [BKB, BV]) for x in (h, dh))  # in the order (B H, N, K, V)
+    s.launch(grouped_inputs_kernel, options, DECAYS=mode, DG=dg_wanted)(
+        s.B * shape[2] * s.parts * s.N * NK, q, k, tile(do, [C, BV]), tile(v, [C, BV]), h_tile, dh_tile, G, dq, dk, sums, scale,
+        s.B, s.T, s.H, s.N, s.heads, s.parts, q.stride(1), k.stride(1),
+    )  # fmt: skip
+    if dg_wanted:
+        n = s.B * triton.cdiv(s.H, s.gates["BH"]) * s.N
+        s.launch(gates_kernel, s.gates)(n, sums, g.contiguous(), gates[1], s.B, s.T, s.H, s.N)
+    if s.parts > 1:
+        dq, dk = (x.sum(0).to(q.dtype) for x in (dq, dk))
+    return dq, dk, gates
 
 
 @torch.library.custom_op("hybrid::recurrence_forward", mutates_args=())
@@ -753,7 +981,7 @@ def _(q, k, v, g, beta, h0, starts, scale, keep):
     s = _plan(q_shape, v_shape, beta is not None, architecture(q), q.dtype)
     wide = {"dtype": torch.float32}
     mode = _decay_mode(g, starts)
-    M = (s.slices, s.B, s.H, *((s.K, s.K) if s.delta else (1, 1))) if s.slices > 1 else (0,)
+    carried = keep and s.delta and s.slices > 1
     return [
         v.new_empty(v.shape),
         v.new_empty(s.B, s.H, s.K, s.V, **wide),
@@ -761,7 +989,8 @@ def _(q, k, v, g, beta, h0, starts, scale, keep):
         q.new_empty((0,) if mode == 2 else (s.B * s.H, s.N, C), **wide),
         q.new_empty((s.B * s.H, s.N, s.K, s.V) if keep else 0),
         q.new_empty((s.B, s.T, s.H, s.V) if keep and s.delta else 0),
-        q.new_empty(M, **wide),
+        q.new_empty((s.slices - 1, s.B, s.H, s.K, s.K) if carried else 0, **wide),
+        v.new_empty((s.B, s.T, s.H, s.K) if carried else 0),
     ]
 
 
@@ -769,15 +998,15 @@ def _(q, k, v, g, beta, h0, starts, scale, keep):
 def _backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
     h0: torch.Tensor | None, starts: torch.Tensor | None, A: torch.Tensor, G: torch.Tensor, h: torch.Tensor, vn: torch.Tensor,
-    M: torch.Tensor, do: torch.Tensor, dhT: torch.Tensor | None, scale: float, dg_wanted: bool,
+    M: torch.Tensor, q_M: torch.Tensor, do: torch.Tensor, dhT: torch.Tensor | None, scale: float, dg_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    A, h, vn, M = (x if x.numel() else None for x in (A, h, vn, M))
-    dq, dk, dv, gates, dh0 = _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted)
+    A, h, vn, M, q_M = (x if x.numel() else None for x in (A, h, vn, M, q_M))
+    dq, dk, dv, gates, dh0 = _backward_pass(q, k, v, g, beta, h0, starts, A, G, h, vn, M, q_M, do, dhT, scale, dg_wanted)
     return dq, dk, dv, G.new_empty(0) if gates is None else gates, dh0
 
 
 @_backward.register_fake
-def _(q, k, v, g, beta, h0, starts, A, G, h, vn, M, do, dhT, scale, dg_wanted):
+def _(q, k, v, g, beta, h0, starts, A, G, h, vn, M, q_M, do, dhT, scale, dg_wanted):
     gates = (2, *v.shape[:3]) if h.numel() else (0,)
     heads, gates = torch.empty(q.shape, dtype=q.dtype, device=q.device), v.new_empty(gates, dtype=torch.float32)
     state = v.new_empty(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=torch.float32)

@@ -8,6 +8,7 @@ from aot import launches
 from kernels import triton_recurrence as recurrence
 
 SCANS = ("forward_kernel", "reverse_kernel")
+GROUPED = ("grouped_inputs_kernel", "gates_kernel")
 
 
 def calls(dtype, gate, delta, T, starts):
@@ -29,6 +30,13 @@ def calls(dtype, gate, delta, T, starts):
     return call
 
 
+def grouped_call(dtype):
+    """A function that runs forward and backward of Mamba-2's heads, which share keys and have 64 values."""
+    q, k = (torch.zeros(1, 64, 1, 128, dtype=dtype, requires_grad=True) for _ in range(2))
+    v, g = torch.zeros(1, 64, 24, 64, dtype=dtype, requires_grad=True), torch.zeros(1, 64, 24, requires_grad=True)
+    return lambda: recurrence.linear_attention(q, k, v, g)[0].sum().backward()
+
+
 def cases(architecture):
     """Both rules with each kind of decay; the shorter of the lengths is one slice, the longer several."""
     seen = []
@@ -41,8 +49,13 @@ def cases(architecture):
                     continue
                 seen.append(case)
                 kernel = case[0].__name__
-                flags = [n.lower() for n in ("OUT", "STATES", "EYE", "HAS_STARTS", "HAS_DHT") if case[2].get(n)]
+                flags = [n.lower() for n in ("OUT", "STATES", "LOCAL", "NM", "REVERSE", "HAS_STARTS", "HAS_DHT") if case[2].get(n)]
                 rule = "delta" if delta else "linear"
                 name = " ".join((kernel.removesuffix("_kernel"), str(dtype).removeprefix("torch."), rule, gate, *flags))
-                # With Triton 3.6, by which they are timed, 144 B and 792 B at most; with 3.9 as many as 268 B and 620 B.
-                yield name, *case, 270 if kernel in SCANS else 800
+                # With Triton 3.6, by which they are timed, 184 B and 792 B at most; with 3.9 as many as 292 B and 620 B.
+                yield name, *case, 300 if kernel in SCANS else 800
+    for dtype, most in ((torch.bfloat16, 520), (torch.float32, 2800)):
+        for case in launches(grouped_call(dtype), architecture):
+            if (kernel := case[0].__name__) in GROUPED and case not in seen:
+                seen.append(case)
+                yield f"{kernel.removesuffix('_kernel')} {str(dtype).removeprefix('torch.')}", *case, most

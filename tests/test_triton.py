@@ -82,6 +82,39 @@ def test_a_sequence_in_slices(op, gate, packed, monkeypatch):
     triton_recurrence._plan.cache_clear()
 
 
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("K, V, n", [(16, 24, 2), (40, 24, 3), (24, 40, 5)])
+def test_matrices_of_slices(K, V, n, state, monkeypatch):
+    """Those of the delta rule, which without a gradient are made by the scan that makes the slices' states: of two slices, of as
+    many as there are chunks, K below and above V, heads that share keys."""
+    monkeypatch.setattr(triton_recurrence, "SLICES", {"programs": 2 * n * triton.cdiv(V, 32), "chunks": 1})
+    triton_recurrence._plan.cache_clear()
+    inputs = delta_inputs(1, 300, 1, 2, K, V, "mild", correlated=True)
+    assert triton_recurrence.plan(inputs["q"], inputs["v"], True).slices == n
+    h0 = torch.randn(1, 2, K, V, device=DEVICE) if state else None
+    leaves = {n: x.double().requires_grad_() for n, x in inputs.items()}
+    want = eager.delta_rule(**leaves, initial_state=h0 if h0 is None else h0.double())
+    for x, y in zip(triton_recurrence.delta_rule(**inputs, initial_state=h0), want, strict=True):
+        assert relative_error(x.double(), y) < 2e-5
+    ones = {n: x.requires_grad_() for n, x in inputs.items()}
+    out, weight = triton_recurrence.delta_rule(**ones, initial_state=h0)[0], torch.randn(want[0].shape, device=DEVICE)
+    got = torch.autograd.grad((out * weight).sum(), list(ones.values()))  # none of the final state
+    for x, y in zip(got, torch.autograd.grad((want[0] * weight).sum(), list(leaves.values())), strict=True):
+        assert relative_error(x.double(), y) < 2e-4
+    triton_recurrence._plan.cache_clear()
+
+
+def test_the_decay_of_a_long_slice(monkeypatch):
+    """Two slices of 65 chunks, the second one ragged, whose decays are summed 64 chunks at a time."""
+    monkeypatch.setattr(triton_recurrence, "SLICES", {"programs": 2, "chunks": 1})
+    triton_recurrence._plan.cache_clear()
+    T = 129 * 64 + 3
+    inputs = {n: x for n, x in delta_inputs(1, T, 1, 1, 16, 16, "mild").items() if n != "beta"}
+    inputs["g"] *= 1e-3
+    compare("linear_attention", inputs, torch.randn(1, 1, 16, 16, device=DEVICE), None)
+    triton_recurrence._plan.cache_clear()
+
+
 @pytest.mark.parametrize("K, V, heads", [(16, 24, (1, 2)), (16, 40, (2, 2)), (40, 16, (2, 2))])
 def test_a_constant_decay_in_slices(K, V, heads, monkeypatch):
     """Without states in memory too, where the backward exchanges K and V and with them how many slices there are."""
@@ -94,6 +127,33 @@ def test_a_constant_decay_in_slices(K, V, heads, monkeypatch):
     got = outputs(functools.partial(triton_recurrence.linear_attention, g=g), torch.float32, inputs, state, None)
     for name in want:
         assert relative_error(got[name].double(), want[name]) < 2e-4, name
+    triton_recurrence._plan.cache_clear()
+
+
+@pytest.mark.parametrize("programs", [1, 20, 1000])
+@pytest.mark.parametrize(
+    "shape, gate, packed",
+    [
+        ((1, 130, 2, 8, 24, 40), "wide", False),
+        ((2, 130, 1, 3, 16, 8), "extreme", True),
+        ((1, 70, 1, 3, 136, 72), "mild", False),
+        ((1, 130, 2, 6, 32, 16), "none", True),
+        ((1, 70, 1, 3, 72, 24), "zero", False),
+        ((1, 130, 1, 4, 16, 16), "zero", True),
+    ],
+)
+def test_heads_that_share_keys(shape, gate, packed, programs, monkeypatch):
+    """Programs that sum over all heads of a key, over some of them, one a head; every element of a result is written."""
+    monkeypatch.setattr(triton_recurrence, "PARTS", {"programs": programs})
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **kw: empty(*sizes, **kw).fill_(float("nan")))
+    triton_recurrence._plan.cache_clear()
+    B, T, Hk, H, K, V = shape
+    inputs = delta_inputs(*shape, gate)
+    inputs.pop("beta")
+    made = triton_recurrence.plan(inputs["q"], inputs["v"], False)
+    assert made.parts == {1: 1, 1000: H // Hk}.get(programs, made.parts) and made.heads * made.parts >= H // Hk
+    compare("linear_attention", inputs, torch.randn(B, H, K, V, device=DEVICE), documents(B, T) if packed else None)
     triton_recurrence._plan.cache_clear()
 
 
