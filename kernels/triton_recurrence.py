@@ -366,7 +366,7 @@ def carry_kernel(
     """From what each slice adds to zero to the states before all, x, in place in ends (slices, B, H, K, V): x[i + 1] += M_i x[i],
     BV columns of one head. x[0] is `end` (B, H, K, V), or 0, and x[1] is there already. REVERSE, for the gradients of the states
     behind the slices: x[i - 1] += M_i^T x[i], from the last one, which is `end` or 0. M_i, of slice i, is a matrix of M (slices -
-    1, B, H, K, K) or, without DELTA, a decay. A state is held as two halves of BM rows: for 256 at once M would have no room."""
+    1, B, H, K, K) or, without DELTA, a decay. A state is held as two halves of BM rows."""
     i = tl.program_id(0)
     i_h, i_b, v0 = (i // NV) % H, i // (NV * H), (i % NV) * BV
     n, i_bh, tokens = tl.cdiv(N, NS), i_b * H + i_h, NS * 64
@@ -759,7 +759,8 @@ class Plan:
             self.heads = triton.cdiv(self.R, min(self.R, max(1, PARTS["programs"] // (B * Hk * self.N * NK))))
             self.parts = triton.cdiv(self.R, self.heads)
         # Slices of a sequence, until there are so many programs, or so few chunks in a slice.
-        wanted = min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
+        # Not with K > 128: there the kernel that carries states over them accessed memory out of bounds (Triton 3.6, an H200).
+        wanted = 1 if self.BK > 128 else min(SLICES["programs"] // (B * H * self.forward["NV"]), self.N // SLICES["chunks"])
         self.chunks = triton.cdiv(self.N, wanted) if wanted > 1 else self.N
         self.slices = triton.cdiv(self.N, self.chunks)
         # The first pass over them: states alone, with the matrices that carry them on, and those alone; sums for their gradients.
@@ -768,8 +769,6 @@ class Plan:
         self.matrices |= {"NV": 0, "NM": self.matrices["NV"]}
         self.products = self.sums | {"DELTA": False, "R": 1}
         carry, BM = dict(table["carry"]), max(16, self.BK // 2)
-        if BM > 64:
-            carry |= {"BV": 16, "num_warps": 8, "num_stages": 1}
         carry["BV"] = min(carry["BV"], max(16, triton.next_power_of_2(V)))
         self.carry = carry | {"K": K, "V": V, "BM": BM, "NV": triton.cdiv(V, carry["BV"]), "DELTA": delta}
 

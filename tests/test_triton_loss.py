@@ -97,8 +97,8 @@ def test_logits_far_apart(short_chunks):
     weight[140:] += 300
     inputs = x, weight, torch.tensor([0, 145, -1], device=DEVICE)
     agree(
-        results(triton_loss.linear_cross_entropy, torch.float32, inputs, torch.tensor(1.0)),
-        results(reference.linear_cross_entropy, torch.float64, inputs, torch.tensor(1.0)),
+        results(triton_loss.linear_cross_entropy, torch.float32, inputs, torch.tensor(1.0, device=DEVICE)),
+        results(reference.linear_cross_entropy, torch.float64, inputs, torch.tensor(1.0, device=DEVICE)),
         1e-5,
     )
 
