@@ -266,7 +266,7 @@ def records(folder):
     found, left = [], []
     for file in folder.parent.glob(f"eval-*-{folder.name}.json"):
         record = json.loads(file.read_text())
-        if record["weights_sha256"] == checkpoint.weights_sha256(folder):
+        if record.get("weights_sha256") == checkpoint.weights_sha256(folder):
             found.append((record["conditions"]["limit"] is None, file.stat().st_mtime, record))
         else:
             left.append(file.name)
